@@ -8,17 +8,15 @@ import contextlib
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from gradsync import BadStepError, DistributedDataParallel, MisuseError, PeerFailedError, synchronize_gradients
 from gradsync.communicator import choose_communicator
-from tests.fuse import Explosion, Fuse
+from tests.core.common import TINY, Line, gradients, in_threads_and_processes, still
+from tests.fuse import Explosion
 from tests.ranks import Ranks, ThreadRanks, pool_of
 
 pytestmark = pytest.mark.timeout(60)
 
-TINY = 1e-4
 POLICIES = ("raise", "skip", "drop-rank")
 AT = 2
 
@@ -26,18 +24,6 @@ on_two_and_three = pytest.mark.parametrize(
     "world_size", [2, pytest.param(3, marks=pytest.mark.breadth)], ids=["processes-2", "processes-3"]
 )
 of_each_policy = pytest.mark.parametrize("on_bad_step", POLICIES)
-
-
-class Line(nn.Module):
-    """Three numbers, whose gradients are ``x``, ``x + 1`` and ``x + 2``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(3))
-
-    def forward(self, x: float, lit: bool = False) -> torch.Tensor:
-        terms = [scale * (x + number) for number, scale in enumerate(self.scales)]
-        return Fuse.apply(torch.stack(terms[:-1]).sum(), lit) + terms[-1]
 
 
 def abstain(model: DistributedDataParallel) -> None:
@@ -83,7 +69,7 @@ def windows(way: str, on_bad_step: Any) -> tuple[list[Any], str]:
     this rank, and what it was told of its misuse."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = still(model)
     act = next(each for each in WAYS if each.__name__ == way)
     seen: list[Any] = []
     told = ""
@@ -102,7 +88,7 @@ def windows(way: str, on_bad_step: Any) -> tuple[list[Any], str]:
         except PeerFailedError as raised:
             error = type(raised).__name__
             model.zero_grad()
-        came = error or [None if each.grad is None else float(each.grad) for each in model.parameters()]
+        came = error or gradients(model)
         if on_bad_step == "raise" and window == AT:
             model.zero_grad()
         optimizer.step()
@@ -152,7 +138,7 @@ def again_and_again(on_bad_step: Any, ends: str) -> list[Any]:
     """Rank 1 abstains from three windows in a row, and ends each as ``ends`` says; the last window is a good one."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = still(model)
     seen: list[Any] = []
     for window in range(4):
         try:
@@ -190,7 +176,7 @@ def test_a_rank_may_abstain_after_the_error_of_its_last_abstention(ends: str) ->
 def all_of_them(steps: bool) -> list[str]:
     """All ranks abstain from two windows in a row, which leave no gradient that could be zeroed."""
     model = DistributedDataParallel(Line(), on_bad_step="skip")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = still(model)
     told = []
     for _ in range(2):
         try:
@@ -211,8 +197,7 @@ def test_a_window_that_has_left_nothing_is_ended_by_a_step() -> None:
         assert "optimizer.step()" in second
 
 
-# -- after a backward that failed, or was rejected by another rank
-# ------------------------------------------------------
+# -- after a backward that failed, or was rejected by another rank ----------------------------------------------------
 
 
 def after_a_failure(on_bad_step: Any) -> list[Any]:
@@ -220,7 +205,7 @@ def after_a_failure(on_bad_step: Any) -> list[Any]:
     abstains at once."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = still(model)
     seen: list[Any] = []
     for window in range(4):
         told = []
@@ -228,7 +213,7 @@ def after_a_failure(on_bad_step: Any) -> list[Any]:
             if window == 2 and rank == 1:
                 model.abstain()
             else:
-                model(rank + window + 1.0, window == 1 and rank == 1).backward()
+                model(rank + window + 1.0, lit=window == 1 and rank == 1).backward()
             told.append([float(each.grad) for each in model.parameters()])  # type: ignore[arg-type]
         except (Explosion, PeerFailedError) as error:
             told.append(type(error).__name__)
@@ -258,7 +243,7 @@ def rejected_by_another() -> list[Any]:
     """After a window from which rank 1 abstained, rank 0 would abstain from it as well."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(Line(), on_bad_step="skip")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = still(model)
     told: list[Any] = []
     for window in range(2):
         if window == 0 and rank == 1:
@@ -288,7 +273,7 @@ def in_a_block(how: str, on_bad_step: Any) -> list[Any]:
     """In the second of four windows rank 1 abstains in its last micro-batch, and goes on in some way."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = still(model)
     seen: list[Any] = []
     for window in range(4):
         faulty = window == 1 and rank == 1
@@ -314,7 +299,7 @@ def in_a_block(how: str, on_bad_step: Any) -> list[Any]:
                 loss.backward()
             with pytest.raises(MisuseError, match="second time"):
                 model.abstain()
-        came = [float(each.grad) for each in model.parameters()]  # type: ignore[arg-type]
+        came = gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         seen.append("skipped" if model.step_was_skipped else came)
@@ -337,7 +322,7 @@ def too_late_in_a_block() -> list[Any]:
     """Rank 0 abstains after the backward of a block that rank 1 has voted to skip, with its gradients zeroed."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(Line(), on_bad_step="skip")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = still(model)
     seen: list[Any] = []
     for window in range(3):
         with model.accumulate(last=True):
@@ -363,7 +348,7 @@ def attached() -> list[Any]:
     rank = choose_communicator().rank
     module = Line()
     attachment = synchronize_gradients(module, on_bad_step="skip")
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    optimizer = still(module)
     seen: list[Any] = []
     for window in range(3):
         loss = module(rank + window + 1.0)
@@ -375,7 +360,7 @@ def attached() -> list[Any]:
                 attachment.abstain()
         else:
             loss.backward()
-        came = [float(each.grad) for each in module.parameters()]  # type: ignore[arg-type]
+        came = gradients(module)
         optimizer.step()
         optimizer.zero_grad()
         seen.append("skipped" if attachment.step_was_skipped else came)
@@ -391,7 +376,7 @@ def through_another() -> tuple[str, list[Any]]:
     """A forward that was given up, in a loss together with one that was not: the other ranks hear that it failed."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(Line())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = still(model)
     old = model(1.0)
     if rank == 1:
         model.abstain()
@@ -407,10 +392,10 @@ def through_another() -> tuple[str, list[Any]]:
         told = type(error).__name__
     optimizer.zero_grad()
     model(rank + 1.0).backward()
-    return told, [float(each.grad) for each in model.parameters()]  # type: ignore[arg-type]
+    return told, gradients(model)
 
 
-@pytest.mark.parametrize("ranks", [ThreadRanks(3), pool_of(2)], ids=["threads-3", "processes-2"])
+@in_threads_and_processes
 def test_a_forward_that_was_given_up_spoils_no_other(ranks: Ranks) -> None:
     for rank, (told, came) in enumerate(ranks.run(through_another)):
         assert told == ("MisuseError" if rank == 1 else "PeerFailedError")

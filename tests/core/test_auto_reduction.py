@@ -1,4 +1,4 @@
-"""``reduction="auto"``: what is chosen, by a clock that the wire itself drives, so that no machine's speed matters."""
+"""``reduction="auto"``: what is chosen, by a clock that the communicator drives, so that no machine's speed matters."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +20,7 @@ from gradsync.testing import run_ranks
 pytestmark = pytest.mark.timeout(120)
 
 
-class TimedWire:
+class TimedCommunicator:
     """A communicator, and a clock on which nothing takes time but ``compute`` and the bytes that this rank sends.
 
     ``hidden`` seconds of a collective pass while something else is computed.
@@ -56,19 +56,19 @@ def candidates(*names: str) -> dict[str, Callable[[], Reduction]]:
     return {name: partial(reduction_by_name, name) for name in names}
 
 
-def wrapped(wire: Any, auto: Auto) -> Any:
+def wrapped(communicator: Any, auto: Auto) -> Any:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    return gradsync.DistributedDataParallel(module, communicator=wire, reduction=auto, bucket_cap_mb=1.0)
+    return gradsync.DistributedDataParallel(module, communicator=communicator, reduction=auto, bucket_cap_mb=1.0)
 
 
-def train(model: Any, wire: Any, windows: int, compute: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def train(model: Any, communicator: Any, windows: int, compute: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean of the first weight's gradients in the last window, and that rank's own gradient."""
     weight = model.module[0].weight
     for window in range(windows):
         model.zero_grad()
-        wire.now += compute
-        inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(7 * window + wire.rank))
+        communicator.now += compute
+        inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(7 * window + communicator.rank))
         loss = model(inputs).square().sum()
         (own,) = torch.autograd.grad(loss, [weight], retain_graph=True)
         loss.backward()
@@ -82,10 +82,10 @@ SLOW = 1e-3
 def decide(
     names: tuple[str, ...], seconds_a_byte: float, hidden: float = 0.0
 ) -> tuple[str | None, str, torch.Tensor, torch.Tensor]:
-    wire = TimedWire(choose_communicator(), seconds_a_byte=seconds_a_byte, hidden=hidden)
-    auto = Auto(candidates(*names), clock=wire.clock)
+    communicator = TimedCommunicator(choose_communicator(), seconds_a_byte=seconds_a_byte, hidden=hidden)
+    auto = Auto(candidates(*names), clock=communicator.clock)
     # Ranks that do not compute equally fast decide alike.
-    mean, own = train(wrapped(wire, auto), wire, DECIDED_AFTER + 2, compute=1.0 + wire.rank)
+    mean, own = train(wrapped(communicator, auto), communicator, DECIDED_AFTER + 2, compute=1.0 + communicator.rank)
     return auto.chosen, repr(auto.current), mean, own
 
 
@@ -94,7 +94,7 @@ def decide(
     [
         (("bf16", "int8"), SLOW, 0.0, "int8", "Quantize(8)"),
         (("bf16",), SLOW, 0.0, "bf16", "Cast(torch.bfloat16)"),
-        # Whatever hides the wire is enough: no more is taken away than that needs.
+        # Whatever hides communication is enough: no more is taken away than that needs.
         (("bf16", "int8", "int4"), SLOW, 35.0, "bf16", "Cast(torch.bfloat16)"),
         (("bf16", "int8", "int4"), SLOW, 18.0, "int8", "Quantize(8)"),
         # Nothing to gain.
@@ -102,7 +102,7 @@ def decide(
         (("bf16", "int8"), SLOW, 70.0, "mean", "Mean()"),
     ],
 )
-def test_the_mildest_that_hides_the_wire_is_chosen(
+def test_the_mildest_that_hides_communication_is_chosen(
     names: tuple[str, ...], seconds_a_byte: float, hidden: float, chosen: str, current: str
 ) -> None:
     results = run_ranks(decide, 2, names, seconds_a_byte, hidden)
@@ -129,29 +129,29 @@ def test_the_mildest_that_hides_the_wire_is_chosen(
 def test_what_is_predicted(speed: Speed, step: float, exposed: float) -> None:
     prediction = predict("it", 100.0, 350.0, speed, Speed(seconds=400.0, busy=0.0))
     assert (prediction.step, prediction.exposed) == (step, exposed)
-    assert prediction.hides_the_wire == (exposed == 0.0)
+    assert prediction.hides_communication == (exposed == 0.0)
 
 
 class Taking(Mean):
     """Takes so many seconds for a bucket, whatever is in it."""
 
-    def __init__(self, wire: TimedWire, seconds: float) -> None:
-        self._wire, self._seconds = wire, seconds
+    def __init__(self, communicator: TimedCommunicator, seconds: float) -> None:
+        self._communicator, self._seconds = communicator, seconds
 
     def start(self, bucket: Any, communicator: Any, divisor: float) -> Any:
-        before, handle = self._wire.now, super().start(bucket, communicator, divisor)
-        self._wire.now = before + self._seconds
+        before, handle = self._communicator.now, super().start(bucket, communicator, divisor)
+        self._communicator.now = before + self._seconds
         return handle
 
 
 def believe() -> tuple[str | None, bool, list[str]]:
     """The candidate is fast when it is measured, before it is taken, and slow afterwards."""
-    wire = TimedWire(choose_communicator(), seconds_a_byte=SLOW)
+    communicator = TimedCommunicator(choose_communicator(), seconds_a_byte=SLOW)
     seconds = iter((0.0, 0.0, 100.0))
-    auto, seen = Auto({"promising": lambda: Taking(wire, next(seconds))}, clock=wire.clock), []
-    model = wrapped(wire, auto)
+    auto, seen = Auto({"promising": lambda: Taking(communicator, next(seconds))}, clock=communicator.clock), []
+    model = wrapped(communicator, auto)
     for _ in range(DECIDED_AFTER + 1):
-        train(model, wire, 1)
+        train(model, communicator, 1)
         seen.append(type(auto.current).__name__)
     return auto.chosen, "101000.0 ms a step with promising" in auto.report, seen
 
@@ -163,17 +163,17 @@ def test_what_does_not_keep_what_it_promised_goes() -> None:
 
 
 def go_on() -> tuple[str | None, str, str, bool]:
-    wire = TimedWire(choose_communicator(), seconds_a_byte=SLOW)
-    first = Auto(candidates("int8", "int4"), clock=wire.clock)
-    model = wrapped(wire, first)
-    train(model, wire, DECIDED_AFTER + 1)
+    communicator = TimedCommunicator(choose_communicator(), seconds_a_byte=SLOW)
+    first = Auto(candidates("int8", "int4"), clock=communicator.clock)
+    model = wrapped(communicator, first)
+    train(model, communicator, DECIDED_AFTER + 1)
     state = save_window(model.synchronizer.engine)
-    second = Auto(candidates("int8", "int4"), clock=wire.clock)
-    model = wrapped(wire, second)
+    second = Auto(candidates("int8", "int4"), clock=communicator.clock)
+    model = wrapped(communicator, second)
     load_window(model.synchronizer.engine, state)
     # Saved before a window has run, it is still there.
     saved_again = save_window(model.synchronizer.engine)["reduction"]["chosen"]
-    train(model, wire, 1)
+    train(model, communicator, 1)
     residuals = second.state_dict()["state"]["residuals"]
     return second.chosen, repr(second.current), saved_again, len(residuals) == 4
 
@@ -183,12 +183,12 @@ def test_a_choice_is_saved_with_what_belongs_to_it() -> None:
 
 
 def load_other() -> str:
-    wire = TimedWire(choose_communicator(), seconds_a_byte=SLOW)
+    communicator = TimedCommunicator(choose_communicator(), seconds_a_byte=SLOW)
     auto = Auto(candidates("bf16"))
-    model = wrapped(wire, auto)
+    model = wrapped(communicator, auto)
     with pytest.raises(ConfigurationError, match=r"reduced by 'int4', which Auto\(bf16\) does not choose from"):
         auto.load_state_dict({"chosen": "int4"})
-    train(model, wire, 1)
+    train(model, communicator, 1)
     return repr(auto.current)
 
 
@@ -217,7 +217,7 @@ def by_name(dtype: torch.dtype) -> tuple[str, bool]:
 def test_by_name() -> None:
     assert run_ranks(by_name, 2, torch.float32)[0] == ("Auto(bf16, int8, int4)", True)
     assert run_ranks(by_name, 2, torch.complex64)[0] == ("Auto(bf16, int8, int4)", True)
-    # In a world of one there is no wire.
+    # In a world of one nothing is sent.
     assert run_ranks(by_name, 1, torch.float32)[0][1] is False
 
 

@@ -132,9 +132,9 @@ def test_the_shares_of_a_bucket_are_its_payload() -> None:
 def test_a_bucket_holds_one_dtype_on_one_device(planned: Planned) -> None:
     specs, *_, layout = planned
     for plan in layout.buckets:
-        assert {specs[index].wire_dtype for index in members(plan)} == {plan.dtype}
+        assert {specs[index].bucket_dtype for index in members(plan)} == {plan.dtype}
         assert {specs[index].device for index in members(plan)} == {plan.device}
-        assert not plan.dtype.is_complex, "complex numbers cross the wire as pairs of reals"
+        assert not plan.dtype.is_complex, "complex numbers are sent as pairs of reals"
 
 
 @given(plans())
@@ -251,7 +251,7 @@ def test_a_gradient_lies_like_its_parameter_where_that_is_dense(
 ) -> None:
     described = ParameterSpec.of("p", parameter)
     assert described.stride == stride
-    assert described.wire_numel == parameter.numel()
+    assert described.bucket_numel == parameter.numel()
 
 
 @given(parameter_lists())

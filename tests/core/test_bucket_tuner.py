@@ -32,10 +32,10 @@ CPU = torch.device("cpu")
 SECONDS_A_LAYER = 0.002
 
 
-class NotedWire(BaseCommunicator):
+class NotedCommunicator(BaseCommunicator):
     """The ranks of another communicator. Notes what it carries, and knows how long that would have taken.
 
-    No time of the machine is measured: a window takes as long as its buckets would, one after the other over a wire of
+    No time of the machine is measured: a window takes as long as its buckets would, one after the other over a link of
     that cost, each ready when the layers before it have run their backward.
     """
 
@@ -83,19 +83,19 @@ class Layers(nn.Module):
 
 
 def train(cost: LinkCost, windows: int) -> dict[str, object]:
-    wire = NotedWire(choose_communicator(), cost)
+    communicator = NotedCommunicator(choose_communicator(), cost)
     model = Layers(count=LAYERS, width=128)
     specs = [ParameterSpec.of(name, parameter) for name, parameter in model.named_parameters()]
     options = SynchronizerOptions(
-        communicator=wire,
+        communicator=communicator,
         caps=BucketCaps.uniform(100 * MIB),
-        tuner=BucketTuner(wire.clock),
+        tuner=BucketTuner(communicator.clock),
     )
     engine = Synchronizer(list(model.parameters()), specs, options)
     caps, gradients = [], []
     for number in range(windows):
         model.zero_grad()
-        inputs = torch.full((2, 128), float(wire.rank + number), dtype=torch.float64)
+        inputs = torch.full((2, 128), float(communicator.rank + number), dtype=torch.float64)
         engine.begin_forward()
         output = model(inputs)
         engine.end_forward(output)
@@ -124,7 +124,7 @@ def expected_gradient(number: int, world_size: int) -> torch.Tensor:
 
 
 def test_sizes_are_found_together_and_then_stay() -> None:
-    """On a slow wire one bucket is cut. All ranks come to the same, at the same windows."""
+    """On a slow link one bucket is cut. All ranks come to the same, at the same windows."""
     windows = TUNED_AFTER[-1] + 4
     results = run_ranks(train, 2, LinkCost(latency=1e-4, seconds_per_byte=1e-8), windows)
     for result in results:
@@ -177,7 +177,7 @@ def test_luck_does_not_last(lucky: int | None) -> None:
 
 @pytest.mark.parametrize("tapers", [True, False])
 def test_what_is_tried_ends_as_the_guess_does(tapers: bool) -> None:
-    """Where the wire works by itself the guess ends in small buckets; elsewhere they would only cost."""
+    """Where communication needs no core the guess ends in small buckets; elsewhere they would only cost."""
     tuner, total = BucketTuner(), 8 * MIB
     guess = BucketCaps.tapered(MIB, least=1) if tapers else BucketCaps.uniform(MIB)
     caps, tried = guess, []
@@ -216,7 +216,7 @@ def layout_of(numels: list[int], cap: int) -> list[list[int]]:
     ]
 
 
-def test_a_huge_parameter_crosses_the_wire_in_pieces() -> None:
+def test_a_huge_parameter_is_sent_in_pieces() -> None:
     first, huge, last = layout_of([100_000, 10 * MIB // 4, 100_000], 2 * MIB)
     assert len(first) == len(last) == 1
     assert len(huge) == 5
@@ -232,24 +232,24 @@ def test_pieces_are_worth_a_collective() -> None:
 
 
 def reduce_huge() -> tuple[list[int], torch.Tensor]:
-    wire = NotedWire(choose_communicator(), LinkCost(latency=0.0, seconds_per_byte=0.0))
+    communicator = NotedCommunicator(choose_communicator(), LinkCost(latency=0.0, seconds_per_byte=0.0))
     parameter = nn.Parameter(torch.zeros(MIB, dtype=torch.float64))
-    options = SynchronizerOptions(communicator=wire, caps=BucketCaps.uniform(3 * MIB))
+    options = SynchronizerOptions(communicator=communicator, caps=BucketCaps.uniform(3 * MIB))
     engine = Synchronizer([parameter], [ParameterSpec.of("huge", parameter)], options)
     engine.begin_forward()
-    output = parameter * torch.arange(MIB, dtype=torch.float64) * (wire.rank + 1)
+    output = parameter * torch.arange(MIB, dtype=torch.float64) * (communicator.rank + 1)
     engine.end_forward(output)
     output.sum().backward()
     assert parameter.grad is not None
-    return [nbytes for nbytes in wire.collectives if nbytes > 1000], parameter.grad.clone()
+    return [nbytes for nbytes in communicator.collectives if nbytes > 1000], parameter.grad.clone()
 
 
-def test_a_wire_that_lacks_a_collective_says_which() -> None:
-    wire = NotedWire(InProcessWorld(1).communicator(0), LinkCost(latency=0.0, seconds_per_byte=0.0))
-    with pytest.raises(ConfigurationError, match="NotedWire has no all_to_all"):
-        wire.all_to_all(torch.zeros(2), torch.zeros(2))
+def test_a_communicator_that_lacks_a_collective_says_which() -> None:
+    communicator = NotedCommunicator(InProcessWorld(1).communicator(0), LinkCost(latency=0.0, seconds_per_byte=0.0))
+    with pytest.raises(ConfigurationError, match="NotedCommunicator has no all_to_all"):
+        communicator.all_to_all(torch.zeros(2), torch.zeros(2))
     # Nothing was sent, so nothing is broken.
-    wire.all_reduce(torch.zeros(2)).wait()
+    communicator.all_reduce(torch.zeros(2)).wait()
 
 
 def test_pieces_add_up() -> None:

@@ -87,6 +87,15 @@ def residuals_of(reduction: ErrorFeedback) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in reduction.state_dict()["residuals"].items()}
 
 
+def through(coding: Any, values: torch.Tensor) -> torch.Tensor:
+    """The values as they are after they were encoded and decoded."""
+    coded = torch.empty(len(values), coding.nbytes(values.shape[1]), dtype=torch.uint8)
+    coding.encode(values, coded)
+    decoded = torch.empty_like(values)
+    coding.decode(coded, decoded)
+    return decoded
+
+
 every_coding = pytest.mark.parametrize(
     "coding",
     [Rounded(torch.float16), Blocks(8, 64), Blocks(4, 64), Signs(64)],
@@ -115,10 +124,7 @@ def test_what_is_decoded_is_close_to_what_was_encoded(
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(rows, blocks * coding.multiple, generator=generator) * 2.0**exponent
     values[:, 1] = 0.0
-    coded = torch.empty(rows, coding.nbytes(values.shape[1]), dtype=torch.uint8)
-    coding.encode(values, coded)
-    decoded = torch.empty_like(values)
-    coding.decode(coded, decoded)
+    decoded = through(coding, values)
     largest = values.unflatten(1, (-1, coding.multiple)).abs().amax(-1, keepdim=True)
     assert ((decoded - values).unflatten(1, (-1, coding.multiple)).abs() <= largest * step * 1.001).all()
     assert (decoded[:, 1] == 0.0).all(), "zeros stay zeros"
@@ -129,10 +135,7 @@ def test_what_is_decoded_is_close_to_what_was_encoded(
 def test_what_is_not_finite_stays_visible(coding: Any, bad: float) -> None:
     values = torch.ones(1, 2 * max(coding.multiple, 64))
     values[0, 3] = bad
-    coded = torch.empty(1, coding.nbytes(values.shape[1]), dtype=torch.uint8)
-    coding.encode(values, coded)
-    decoded = torch.empty_like(values)
-    coding.decode(coded, decoded)
+    decoded = through(coding, values)
     assert not decoded[0, 3].isfinite()
     assert decoded[0, -1].isfinite(), "only its block is lost"
 
@@ -141,10 +144,7 @@ def test_what_is_not_finite_stays_visible(coding: Any, bad: float) -> None:
 def test_zeros_and_the_smallest_numbers_do_no_harm(coding: Any) -> None:
     for value in (0.0, 1e-45, 1e-38, 1e36):
         values = torch.full((1, max(coding.multiple, 64)), value)
-        coded = torch.empty(1, coding.nbytes(values.shape[1]), dtype=torch.uint8)
-        coding.encode(values, coded)
-        decoded = torch.empty_like(values)
-        coding.decode(coded, decoded)
+        decoded = through(coding, values)
         assert decoded.isfinite().all()
         assert (decoded - values).abs().max() <= max(value * 0.1, 1e-37)
         assert not decoded.signbit().any()
@@ -157,17 +157,11 @@ def test_rounding_at_random_is_right_on_average() -> None:
     blocks, messages = 40, 100
     values = torch.linspace(-1.0, 1.0, 64).repeat(blocks).view(1, -1)
     total, count = torch.zeros(64), blocks * messages
-    coded, decoded = torch.empty(1, coding.nbytes(64 * blocks), dtype=torch.uint8), torch.empty_like(values)
     for _ in range(messages):
-        coding.encode(values, coded)
-        coding.decode(coded, decoded)
-        total += decoded.view(blocks, 64).sum(0)
+        total += through(coding, values).view(blocks, 64).sum(0)
     # Between two levels a number is off by half of their distance, as a standard deviation, at most.
     assert (total / count - values[0, :64]).abs().max() <= 5 * 0.5 / 7 / count**0.5
-    nearest = Blocks(4, 64)
-    nearest.encode(values, coded)
-    nearest.decode(coded, decoded)
-    assert (decoded - values).abs().max() > 5 * 0.5 / 7 / count**0.5
+    assert (through(Blocks(4, 64), values) - values).abs().max() > 5 * 0.5 / 7 / count**0.5
 
 
 # -- the mean ---------------------------------------------------------------------------------------------------------
@@ -229,11 +223,11 @@ def test_real_processes_have_the_bits_of_threads(process_ranks: RankPool, kind: 
 # -- error feedback ---------------------------------------------------------------------------------------------------
 
 
-def with_feedback(kind: str, windows: int, events: Sequence[str], wire: Any = None) -> dict[str, Any]:
+def with_feedback(kind: str, windows: int, events: Sequence[str], communicator: Any = None) -> dict[str, Any]:
     """What was applied in all, and what is held back in the end, whatever happens in between."""
     rank = choose_communicator().rank
     reduction = ErrorFeedback(MAKERS[kind]())
-    model = wrapped(reduction, communicator=wire)
+    model = wrapped(reduction, communicator=communicator)
     applied = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     for window in range(windows):
         if "rebucket" in events and window == windows // 2:
@@ -299,6 +293,14 @@ def total_of(windows: int, ranks: int, events: Sequence[str]) -> dict[str, torch
     return total
 
 
+def check_law(results: list[dict[str, Any]], expected: dict[str, torch.Tensor], bound: float = 1e-4) -> None:
+    """What was applied, the same everywhere, and what ranks hold back are all there was."""
+    for name, total in expected.items():
+        held = sum(result["held"].get(name, torch.zeros(())).double() for result in results)
+        assert (results[0]["applied"][name] + held - total).abs().max() <= bound, name
+        assert all(torch.equal(results[0]["applied"][name], result["applied"][name]) for result in results)
+
+
 def kinds_and_events() -> Iterator[Any]:
     """What is rounded takes one road, however it is coded: there one coding meets every event."""
     for event in ("nothing", "rebucket", "checkpoint", "failure", "not finite", "unused"):
@@ -312,11 +314,7 @@ def test_what_was_applied_and_what_is_held_back_is_all_there_was(kind: str, even
     # Events happen at least once in each half, and the order of gradients changes between them.
     windows, ranks = 6, 3
     results = run_ranks(with_feedback, ranks, kind, windows, [event])
-    expected = total_of(windows, ranks, [event])
-    for name, total in expected.items():
-        held = sum(result["held"].get(name, torch.zeros(())).double() for result in results)
-        assert (results[0]["applied"][name] + held - total).abs().max() <= 1e-4, name
-        assert all(torch.equal(results[0]["applied"][name], result["applied"][name]) for result in results)
+    check_law(results, total_of(windows, ranks, [event]))
     if kind in ("top k", "sign", "low rank", "4 bits"):
         assert any(value.abs().max() > 0.01 for value in results[0]["held"].values()), "something was held back"
 
@@ -348,9 +346,7 @@ def test_what_is_held_back_follows_the_scale_of_the_loss() -> None:
     windows, ranks = 8, 2
     results = pool_of(ranks).run(with_scales, windows)
     assert len(set(results[0]["scales"])) > 2
-    for name, total in total_of(windows, ranks, []).items():
-        held = sum(result["held"][name].double() for result in results)
-        assert (results[0]["applied"][name] + held - total).abs().max() <= 1e-3, name
+    check_law(results, total_of(windows, ranks, []), 1e-3)
 
 
 def by_turns() -> list[str]:
@@ -398,10 +394,7 @@ def test_several_ranks_of_a_host_keep_that_law(hosts: str, kind: str, event: str
     """They are summed first, and one of them codes for all."""
     windows, ranks = 5, 4
     results = pool_of(ranks).run(between_hosts, hosts, kind, windows, [event])
-    for name, total in total_of(windows, ranks, [event]).items():
-        held = sum(result["held"].get(name, torch.zeros(())).double() for result in results)
-        assert (results[0]["applied"][name] + held - total).abs().max() <= 1e-4, name
-        assert all(torch.equal(results[0]["applied"][name], result["applied"][name]) for result in results)
+    check_law(results, total_of(windows, ranks, [event]))
 
 
 def with_weights(kind: str, windows: int) -> dict[str, Any]:
@@ -427,15 +420,14 @@ def weight_of(window: int, number: int, rank: int) -> int:
 def test_nothing_is_lost_with_weights_that_change(kind: str) -> None:
     windows, ranks = 6, 3
     results = run_ranks(with_weights, ranks, kind, windows)
-    for name, shape in SHAPES.items():
-        expected = torch.zeros(shape, dtype=torch.float64)
-        for window in range(windows):
-            parts = [(number, rank) for number in range(2) for rank in range(ranks)]
-            total = sum(weight_of(window, *part) for part in parts)
-            for number, rank in parts:
-                expected += draw(2 * window + number, rank)[name].double() * weight_of(window, number, rank) / total
-        held = sum(result["held"][name].double() for result in results)
-        assert (results[0]["applied"][name] + held - expected).abs().max() <= 1e-4, name
+    expected = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for window in range(windows):
+        parts = [(number, rank) for number in range(2) for rank in range(ranks)]
+        total = sum(weight_of(window, *part) for part in parts)
+        for number, rank in parts:
+            for name, gradient in draw(2 * window + number, rank).items():
+                expected[name] += gradient.double() * weight_of(window, number, rank) / total
+    check_law(results, expected)
 
 
 def after_a_bad_window(kind: str, feedback: bool, bad: float) -> list[bool]:
@@ -543,16 +535,18 @@ class Weighing:
 
 def weigh(make: Callable[[], Reduction] | None) -> float:
     """Bytes of one window once everything is learned, of a small transformer's matrices."""
-    wire = Weighing(choose_communicator())
+    communicator = Weighing(choose_communicator())
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(256, 768), nn.Linear(768, 256)) for _ in range(3)]
     options = {} if make is None else {"reduction": make()}
-    model = gradsync.DistributedDataParallel(nn.Sequential(*layers), communicator=wire, bucket_cap_mb=2.0, **options)
+    model = gradsync.DistributedDataParallel(
+        nn.Sequential(*layers), communicator=communicator, bucket_cap_mb=2.0, **options
+    )
     for _ in range(3):
-        before = wire.nbytes
+        before = communicator.nbytes
         model.zero_grad()
         model(torch.randn(2, 256)).sum().backward()
-    return wire.nbytes - before
+    return communicator.nbytes - before
 
 
 @functools.cache
@@ -583,16 +577,16 @@ def test_bytes(make: Callable[[], Reduction], bound: float, world_size: int) -> 
 
 def weigh_local_steps(every: int) -> float:
     """Bytes a step, of the same matrices, over two cycles."""
-    wire = Weighing(choose_communicator())
+    communicator = Weighing(choose_communicator())
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 768), nn.Linear(768, 256)) for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    gradsync.LocalSteps(model, optimizer, every=every, group=wire)
-    before = wire.nbytes
+    gradsync.LocalSteps(model, optimizer, every=every, group=communicator)
+    before = communicator.nbytes
     for _ in range(2 * every):
         model(torch.ones(1, 256)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return (wire.nbytes - before) / (2 * every)
+    return (communicator.nbytes - before) / (2 * every)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -602,14 +596,14 @@ def test_bytes_of_local_steps(world_size: int) -> None:
 
 def weigh_link(make: Callable[[], Reduction] | None) -> float:
     """Bytes that this rank sends to the other host, of two with two ranks each."""
-    wire: Any = WIRES["hosts-2+2"](dist.group.WORLD)
-    wire.between = Weighing(wire.between)
-    model = gradsync.DistributedDataParallel(nn.Linear(256, 768), communicator=wire, reduction=make and make())
+    communicator: Any = WIRES["hosts-2+2"](dist.group.WORLD)
+    communicator.between = Weighing(communicator.between)
+    model = gradsync.DistributedDataParallel(nn.Linear(256, 768), communicator=communicator, reduction=make and make())
     for _ in range(3):
-        before = wire.between.nbytes
+        before = communicator.between.nbytes
         model.zero_grad()
         model(torch.randn(2, 256)).sum().backward()
-    return wire.between.nbytes - before
+    return communicator.between.nbytes - before
 
 
 def test_ranks_of_a_host_send_once() -> None:

@@ -185,12 +185,12 @@ def chunks_of(ranks: Ranks, nbytes: int) -> Iterator[None]:
 class Recorder:
     """A communicator that writes down every collective it is asked for."""
 
-    def __init__(self, wire: Communicator) -> None:
-        self._wire = wire
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
         self.calls: list[tuple[str, int]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._wire, name)
+        return getattr(self._communicator, name)
 
     def all_reduce(self, tensor: torch.Tensor, *args: Any) -> Any:
         return self._record("all_reduce", tensor, *args)
@@ -206,7 +206,7 @@ class Recorder:
 
     def _record(self, collective: str, tensor: torch.Tensor, *args: Any) -> Any:
         self.calls.append((collective, tensor.numel()))
-        return getattr(self._wire, collective)(tensor, *args)
+        return getattr(self._communicator, collective)(tensor, *args)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[list[tuple[str, int]]]:
@@ -372,20 +372,20 @@ def accumulate(
     form: str, schedule: str, micro_batches: int, warm_up: int = 3, set_to_none: bool = True
 ) -> Accumulation:
     """Some ordinary steps, then `micro_batches` backwards without synchronization and one with it."""
-    wire = Recorder(choose_communicator())
+    communicator = Recorder(choose_communicator())
     blocks = ("linear", "conv", "lookup")
     model = gradsync.DistributedDataParallel(
         Net(blocks),
-        communicator=wire,
+        communicator=communicator,
         schedule=schedule,
         bucket_cap_mb=5e-4,  # type: ignore[arg-type]
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    batches = (Batch.draw(len(blocks), frozenset(), number, wire.rank) for number in itertools.count())
+    batches = (Batch.draw(len(blocks), frozenset(), number, communicator.rank) for number in itertools.count())
     ordinary: list[tuple[str, int]] = []
     for _ in range(warm_up):
         model.zero_grad(set_to_none=set_to_none)
-        with wire.recording() as calls:
+        with communicator.recording() as calls:
             next(batches).loss(model).backward()
         ordinary = calls
         optimizer.step()
@@ -395,13 +395,13 @@ def accumulate(
     if not set_to_none:
         for parameter in twin.parameters():
             parameter.grad = torch.zeros_like(parameter)
-    with wire.recording() as local:
+    with communicator.recording() as local:
         for batch in itertools.islice(batches, micro_batches):
             backward_without_sync(model, batch, form)
             batch.loss(twin).backward()
     accumulated, accumulated_plainly = gradients_of(model), gradients_of(twin)
     batch = next(batches)
-    with wire.recording() as closing:
+    with communicator.recording() as closing:
         batch.loss(model).backward()
     batch.loss(twin).backward()
     gradsync.average_gradients(twin)
@@ -422,7 +422,7 @@ FORMS = ("around backward", "around both", "forward inside, backward outside")
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("form", FORMS)
-def test_no_sync_puts_nothing_on_the_wire(ranks: Ranks, form: str, schedule: str) -> None:
+def test_no_sync_sends_nothing(ranks: Ranks, form: str, schedule: str) -> None:
     """Point 3, also in the form that costs a synchronization every time under torch's DDP."""
     for seen in ranks.run(accumulate, form, schedule, 3):
         assert len(seen.ordinary) >= seen.buckets > 1, "a recorder that sees nothing proves nothing"
@@ -461,14 +461,14 @@ class Expected(Exception):  # noqa: N818 (an exception that is no error)
 
 def nest_and_fail() -> list[tuple[bool, int]]:
     """After each step into or out of `no_sync`: whether it says that backwards synchronize, and whether one does."""
-    wire = Recorder(choose_communicator())
-    model = gradsync.DistributedDataParallel(Net(("linear",)), communicator=wire, bucket_cap_mb=1.0)
+    communicator = Recorder(choose_communicator())
+    model = gradsync.DistributedDataParallel(Net(("linear",)), communicator=communicator, bucket_cap_mb=1.0)
     seen: list[tuple[bool, int]] = []
 
     def look() -> None:
         model.zero_grad()
-        with wire.recording() as calls:
-            Batch.draw(1, frozenset(), len(seen), wire.rank).loss(model).backward()
+        with communicator.recording() as calls:
+            Batch.draw(1, frozenset(), len(seen), communicator.rank).loss(model).backward()
         seen.append((model.require_backward_grad_sync, len(calls) > 0))
 
     look()
@@ -525,10 +525,10 @@ class Passage:
 
 
 def follow(course: Course) -> Passage:
-    wire = Recorder(choose_communicator())
+    communicator = Recorder(choose_communicator())
     model = gradsync.DistributedDataParallel(
         Net(["linear"] * course.blocks),
-        communicator=wire,
+        communicator=communicator,
         schedule=course.schedule,  # type: ignore[arg-type]
         bucket_cap_mb=course.bucket_cap_mb,
     )
@@ -539,11 +539,11 @@ def follow(course: Course) -> Passage:
         parameter.register_post_accumulate_grad_hook(lambda _, index=index: ready.append(index))
     passage = Passage([], [], [], [], [], [])
     for step, orders in enumerate(course.orders):
-        batch, order = course.batch(step, wire.rank), orders[wire.rank]
+        batch, order = course.batch(step, communicator.rank), orders[communicator.rank]
         for optimizer in optimizers:
             optimizer.zero_grad()
         ready.clear()
-        with wire.recording() as calls:
+        with communicator.recording() as calls:
             batch.loss(model, order).backward()
         batch.loss(twin, order).backward()
         gradsync.average_gradients(twin)
@@ -720,21 +720,21 @@ def test_the_order_is_learned_from_rank_0_and_learned_again(ranks: Ranks, bucket
 
 def backward_unwatched(accumulated: bool, order: Sequence[int], bucket_cap_mb: float) -> tuple[Gradients, Gradients]:
     """Some ordinary windows, and then one whose last forward goes past the wrapper."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = gradsync.DistributedDataParallel(Net(["linear"] * 3), bucket_cap_mb=bucket_cap_mb)
     twin = Net(["linear"] * 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for step in range(3):
         model.zero_grad()
-        Batch.draw(3, frozenset(), step, wire.rank).loss(model).backward()
+        Batch.draw(3, frozenset(), step, communicator.rank).loss(model).backward()
         optimizer.step()
     model.zero_grad()
     if accumulated:
-        batch = Batch.draw(3, frozenset(), 3, wire.rank)
+        batch = Batch.draw(3, frozenset(), 3, communicator.rank)
         with model.no_sync():
             batch.loss(model).backward()
         batch.loss(twin).backward()
-    batch = Batch.draw(3, frozenset(), 4, wire.rank)
+    batch = Batch.draw(3, frozenset(), 4, communicator.rank)
     batch.loss(model.module, order).backward()
     batch.loss(twin, order).backward()
     gradsync.average_gradients(twin)
@@ -758,14 +758,14 @@ def steps_without_gradients(
     course: Sequence[Sequence[str]], optimizer_steps: bool
 ) -> tuple[list[Gradients], list[int]]:
     """In every step each rank either uses the model or has a loss that does not depend on it."""
-    wire = Recorder(choose_communicator())
-    model = gradsync.DistributedDataParallel(Net(["linear"]), communicator=wire, bucket_cap_mb=1e-5)
+    communicator = Recorder(choose_communicator())
+    model = gradsync.DistributedDataParallel(Net(["linear"]), communicator=communicator, bucket_cap_mb=1e-5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     gradients, synchronizations = [], []
     for step, roles in enumerate(course):
         optimizer.zero_grad()
-        loss = Batch.draw(1, frozenset(), step, wire.rank).loss(model)
-        if roles[wire.rank] == "uses":
+        loss = Batch.draw(1, frozenset(), step, communicator.rank).loss(model)
+        if roles[communicator.rank] == "uses":
             loss.backward()
         if optimizer_steps or step == len(course) - 1:
             optimizer.step()
@@ -819,7 +819,7 @@ def zero_gradients(model: nn.Module, zeroing: str) -> None:
 
 def walk(blocks: int, stretches: Sequence[Stretch], schedule: str, bucket_cap_mb: float) -> list[Any]:
     """The gradients after every window, by the engine and plainly."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = gradsync.DistributedDataParallel(
         Net(["linear"] * blocks),
         schedule=schedule,  # type: ignore[arg-type]
@@ -829,15 +829,15 @@ def walk(blocks: int, stretches: Sequence[Stretch], schedule: str, bucket_cap_mb
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.001) for net in (model, twin)]
     seen = []
     for number, stretch in enumerate(stretches):
-        order = stretch.orders[wire.rank]
+        order = stretch.orders[communicator.rank]
         dropped = frozenset(range(blocks)) - set(order)
         for net in (model, twin):
             zero_gradients(net, stretch.zeroing)
-        for micro_batch, form in enumerate(stretch.local_forms[wire.rank], 1):
-            batch = Batch.draw(blocks, dropped, number, micro_batch, wire.rank)
+        for micro_batch, form in enumerate(stretch.local_forms[communicator.rank], 1):
+            batch = Batch.draw(blocks, dropped, number, micro_batch, communicator.rank)
             backward_without_sync(model, batch, form, order)
             batch.loss(twin, order).backward()
-        batch = Batch.draw(blocks, dropped, number, 0, wire.rank)
+        batch = Batch.draw(blocks, dropped, number, 0, communicator.rank)
         if stretch.closing == "synchronize":
             with model.no_sync():
                 batch.loss(model, order).backward()

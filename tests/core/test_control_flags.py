@@ -17,14 +17,11 @@ from gradsync.communicator import choose_communicator
 from gradsync.communicator.collective import Fate
 from gradsync.core.bucket.control_flags import step_gate
 from gradsync.errors import CommunicatorLostError
+from tests.core.common import in_threads_and_processes
 from tests.fuse import Explosion, Fuse
 from tests.ranks import Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(60)
-
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
 
 
 class Words(nn.Module):
@@ -80,8 +77,7 @@ def test_a_failure_is_told_where_there_are_no_buckets(ranks: Ranks, at: int) -> 
         assert "the backward of rank 0 failed" in came[at]
 
 
-# -- control flags that are read later, as on accelerators
-# ------------------------------------------------------------------
+# -- control flags that are read later, as on accelerators ------------------------------------------------------------
 
 
 class Unread:
@@ -153,7 +149,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 def fail_at(name: str, at: int, scales: bool) -> list[Step]:
     """What each window came to, the parameters after it, and the state of the optimizer. One backward of rank 0
     fails, and whoever hears of a failure goes on."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = DistributedDataParallel(Numbers().requires_grad_(True))
     optimizer = OPTIMIZERS[name](model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
@@ -162,7 +158,7 @@ def fail_at(name: str, at: int, scales: bool) -> list[Step]:
 
         def backward(window: int = window, scaler: torch.amp.GradScaler = scaler) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = model(wire.rank + 1.0, window == at and wire.rank == 0)
+            loss = model(communicator.rank + 1.0, window == at and communicator.rank == 0)
             scaler.scale(loss).backward()
             return loss
 
@@ -278,15 +274,15 @@ def test_what_some_ranks_ask_for_is_refused_on_all(read_later: None) -> None:
 
 def mix_weights() -> list[str]:
     """Windows with weights, but rank 1 gives none in the third."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model, said = DistributedDataParallel(Numbers()), []
     for window in range(5):
         try:
-            loss = model(wire.rank + 1.0)
-            if window == 2 and wire.rank == 1:
+            loss = model(communicator.rank + 1.0)
+            if window == 2 and communicator.rank == 1:
                 loss.backward()
             else:
-                model.backward(loss, weight=wire.rank + 1)
+                model.backward(loss, weight=communicator.rank + 1)
             said.append(str(round(float(model.module.first.grad), 9)))
         except (MisuseError, PeerFailedError) as error:
             said.append(str(error))
@@ -302,15 +298,15 @@ def test_ranks_that_mix_are_told_in_the_next_window(read_later: None) -> None:
 
 def skip_vote(on_bad_step: Literal["raise", "skip", "drop-rank"]) -> list[str]:
     """In the fourth window the gradient of one parameter is not finite on rank 1."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = DistributedDataParallel(Numbers().requires_grad_(True), on_bad_step=on_bad_step, bucket_cap_mb=1e-6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     said = []
     for window in range(6):
         before = [float(parameter.detach()) for parameter in model.parameters()]
         try:
-            loss = model(wire.rank + 1.0)
-            if window == 3 and wire.rank == 1:
+            loss = model(communicator.rank + 1.0)
+            if window == 3 and communicator.rank == 1:
                 loss = loss + model.module.second * float("nan")
             loss.backward()
             optimizer.step()

@@ -1,4 +1,4 @@
-"""Bucket sizes from the measured cost of the wire."""
+"""Bucket sizes from the measured cost of the link."""
 
 from typing import Any
 
@@ -49,14 +49,14 @@ def test_a_slower_start_calls_for_no_smaller_buckets(a: float, b: float, pace: f
 
 
 @given(latencies, paces, paces, totals)
-def test_a_slower_wire_calls_for_no_larger_buckets(latency: float, a: float, b: float, total: int) -> None:
+def test_a_slower_link_calls_for_no_larger_buckets(latency: float, a: float, b: float, total: int) -> None:
     fast = LinkCost(latency=latency, seconds_per_byte=min(a, b))
     slow = LinkCost(latency=latency, seconds_per_byte=max(a, b))
     assert slow.best_bucket_bytes(total) <= fast.best_bucket_bytes(total)
 
 
 @given(latencies, paces, shares, shares, totals)
-def test_a_wire_that_compute_hides_less_of_calls_for_no_smaller_buckets(
+def test_a_link_that_compute_hides_less_of_calls_for_no_smaller_buckets(
     latency: float, pace: float, a: float, b: float, total: int
 ) -> None:
     hidden = LinkCost(latency=latency, seconds_per_byte=pace, hidden=max(a, b))
@@ -161,8 +161,8 @@ def test_the_automatic_caps_are_those_of_the_cost_model(process_ranks: RankPool)
 
 
 def expected_caps(total: int) -> BucketCaps:
-    wire = fit_communicator(choose_communicator(), CPU).communicator
-    return auto_caps(measure_link(wire, CPU), total)
+    communicator = fit_communicator(choose_communicator(), CPU).communicator
+    return auto_caps(measure_link(communicator, CPU), total)
 
 
 @pytest.mark.parametrize(

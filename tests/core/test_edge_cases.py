@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradsync import DistributedDataParallel, average_gradients, synchronize_gradients
 from gradsync.communicator import choose_communicator
+from tests.core.common import TINY, in_processes, in_threads, in_threads_and_processes
 from tests.ranks import RankPool, Ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -27,15 +28,7 @@ pytestmark = pytest.mark.timeout(60)
 # torch warns, once a process, that nobody has said whether it shall check them.
 torch.sparse.check_sparse_tensor_invariants.disable()
 
-# About 100 bytes: nearly every parameter has a bucket of its own.
-TINY = 1e-4
 WIDTH = 4
-
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
-in_threads = pytest.mark.parametrize("ranks", [("threads", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
-in_processes = pytest.mark.parametrize("ranks", [("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
 
 
 class Case:
@@ -46,9 +39,10 @@ class Case:
     several_buckets: ClassVar[bool] = True
     # Where a rank's loss does not reach the model its gradients are averaged when the optimizer steps.
     at_step: ClassVar[bool] = False
+    Module: ClassVar[Any] = None
 
     def build(self) -> nn.Module:
-        return chain(3)
+        return chain(3) if self.Module is None else self.Module()
 
     def window(self, model: nn.Module, step: int, rank: int) -> None:
         loss_of(model(batch(step, rank))).backward()
@@ -70,6 +64,15 @@ class Outcome:
     expected_parameters: list[dict[str, Any]] = field(default_factory=list)
     buckets: int = 0
 
+    def note(self, model: nn.Module, reference: nn.Module) -> None:
+        """The gradients of a window, those of the reference averaged by now."""
+        self.gradients.append(gradients_of(model))
+        self.expected_gradients.append(gradients_of(reference))
+
+    def note_step(self, model: nn.Module, reference: nn.Module) -> None:
+        self.parameters.append({name: p.detach().clone() for name, p in plain(model).named_parameters()})
+        self.expected_parameters.append({name: p.detach().clone() for name, p in reference.named_parameters()})
+
 
 def run_case(case_class: type[Case], **settings: Any) -> Outcome:
     case, communicator, outcome = case_class(), choose_communicator(), Outcome()
@@ -82,14 +85,12 @@ def run_case(case_class: type[Case], **settings: Any) -> Outcome:
         case.window(model, step, communicator.rank)
         if case.at_step:
             optimizers[0].step()
-        outcome.gradients.append(gradients_of(model))
         case.window(reference, step, communicator.rank)
         average_gradients(reference, communicator)
-        outcome.expected_gradients.append(gradients_of(reference))
+        outcome.note(model, reference)
         for optimizer in optimizers[1:] if case.at_step else optimizers:
             optimizer.step()
-        outcome.parameters.append({name: p.detach().clone() for name, p in plain(model).named_parameters()})
-        outcome.expected_parameters.append({name: p.detach().clone() for name, p in reference.named_parameters()})
+        outcome.note_step(model, reference)
     outcome.buckets = len(model.synchronizer.buckets)
     return outcome
 
@@ -195,9 +196,6 @@ class TiedWeights(Case):
         def forward(self, words: torch.Tensor) -> Any:
             return self.head(self.body(self.embedding(words)))
 
-    def build(self) -> nn.Module:
-        return self.Module()
-
     def window(self, model: nn.Module, step: int, rank: int) -> None:
         loss_of(model(tokens(step, rank, 5, 6))).backward()
 
@@ -211,9 +209,6 @@ class ModuleUsedTwice(Case):
         def forward(self, x: torch.Tensor) -> Any:
             return self.last(self.shared(torch.tanh(self.first(self.shared(x)))))
 
-    def build(self) -> nn.Module:
-        return self.Module()
-
 
 class ParameterUsedTwice(Case):
     class Module(nn.Module):
@@ -224,9 +219,6 @@ class ParameterUsedTwice(Case):
 
         def forward(self, x: torch.Tensor) -> Any:
             return self.body(x * self.scale) * self.scale + self.scale.square()
-
-    def build(self) -> nn.Module:
-        return self.Module()
 
 
 class UsedDifferentlyByRanks(Case):
@@ -244,9 +236,6 @@ class UsedDifferentlyByRanks(Case):
             for _ in range(times):
                 x = torch.tanh(self.shared(x))
             return self.last(x)
-
-    def build(self) -> nn.Module:
-        return self.Module()
 
     def window(self, model: nn.Module, step: int, rank: int) -> None:
         loss_of(model(batch(step, rank), (step + rank) % 3)).backward()
@@ -291,9 +280,6 @@ class EverythingInReentrantCheckpoints(Case):
                 x = checkpoint(segment, x, use_reentrant=True, preserve_rng_state=False)
             return x
 
-    def build(self) -> nn.Module:
-        return self.Module()
-
     def window(self, model: nn.Module, step: int, rank: int) -> None:
         loss_of(model(batch(step, rank).requires_grad_())).backward()
 
@@ -312,9 +298,6 @@ class SharedByReentrantSegments(Case):
             x = checkpoint(self.shared, self.first(x), use_reentrant=True, preserve_rng_state=False)
             x = checkpoint(self.shared, self.middle(x), use_reentrant=True, preserve_rng_state=False)
             return self.last(x)
-
-    def build(self) -> nn.Module:
-        return self.Module()
 
 
 class SharedByReentrantSegmentsAccumulated(SharedByReentrantSegments):
@@ -389,9 +372,6 @@ class LossesOfDifferentParts(Case):
         def forward(self, x: torch.Tensor) -> Any:
             x = torch.tanh(self.trunk(x))
             return self.left(x), self.right(x.detach())
-
-    def build(self) -> nn.Module:
-        return self.Module()
 
     def window(self, model: nn.Module, step: int, rank: int) -> None:
         left, right = model(batch(step, rank))
@@ -567,9 +547,6 @@ class SparseOnOneRankDenseOnOthers(Case):
             x = self.body(self.embedding(words))
             return x if dense is None else x + F.linear(dense, self.embedding.weight.t())
 
-    def build(self) -> nn.Module:
-        return self.Module()
-
     def window(self, model: nn.Module, step: int, rank: int) -> None:
         dense = batch(step, rank, 3, 9) if (step + rank) % 2 else None
         loss_of(model(tokens(step, rank, 3, 9), dense)).backward()
@@ -597,9 +574,6 @@ class SparseEmbeddingBag(Case):
         def forward(self, words: torch.Tensor) -> Any:
             return self.body(self.bag(words.view(2, -1)))
 
-    def build(self) -> nn.Module:
-        return self.Module()
-
     def window(self, model: nn.Module, step: int, rank: int) -> None:
         loss_of(model(tokens(step, rank, 4 + 2 * rank, 9))).backward()
 
@@ -615,9 +589,6 @@ class FunctionalSparseGradient(Case):
 
         def forward(self, words: torch.Tensor, sparse: bool) -> Any:
             return self.body(F.embedding(words, self.table, sparse=sparse))
-
-    def build(self) -> nn.Module:
-        return self.Module()
 
     def window(self, model: nn.Module, step: int, rank: int) -> None:
         loss_of(model(tokens(step, rank, 4, 9), isinstance(model, DistributedDataParallel))).backward()
@@ -889,9 +860,6 @@ class OutputWithoutParameters(Case):
         def forward(self, x: torch.Tensor, skip: bool) -> Any:
             return x * 2 if skip else self.body(x)
 
-    def build(self) -> nn.Module:
-        return self.Module()
-
     def window(self, model: nn.Module, step: int, rank: int) -> None:
         world_size = choose_communicator().world_size
         skip = world_size > 1 and step % world_size == rank
@@ -1002,9 +970,6 @@ class LeafOutput(Case):
         def forward(self) -> Any:
             return self.first, self.second
 
-    def build(self) -> nn.Module:
-        return self.Module()
-
     def window(self, model: nn.Module, step: int, rank: int) -> None:
         first, second = model()
         loss_of(first * second * batch(step, rank)).backward()
@@ -1054,9 +1019,6 @@ class NoOutputAllInReentrantCheckpoints(Case):
         def forward(self, x: torch.Tensor) -> None:
             self.loss = loss_of(super().forward(x))
 
-    def build(self) -> nn.Module:
-        return self.Module()
-
     def window(self, model: nn.Module, step: int, rank: int) -> None:
         model(batch(step, rank).requires_grad_())
         plain(model).loss.backward()
@@ -1089,9 +1051,6 @@ class ParameterUsedByLossOnly(Case):
 
         def forward(self, x: torch.Tensor) -> Any:
             return self.body(x)
-
-    def build(self) -> nn.Module:
-        return self.Module()
 
     def window(self, model: nn.Module, step: int, rank: int) -> None:
         loss = loss_of(model(batch(step, rank)))
@@ -1216,12 +1175,10 @@ def run_in_place(calls: Sequence[str]) -> Outcome:
             optimizer.zero_grad()
             window(m, step, call)
         average_gradients(reference)
-        outcome.gradients.append(gradients_of(model))
-        outcome.expected_gradients.append(gradients_of(reference))
+        outcome.note(model, reference)
         for optimizer in optimizers:
             optimizer.step()
-        outcome.parameters.append({name: p.detach().clone() for name, p in model.named_parameters()})
-        outcome.expected_parameters.append({name: p.detach().clone() for name, p in reference.named_parameters()})
+        outcome.note_step(model, reference)
     return outcome
 
 
@@ -1257,8 +1214,7 @@ def run_compiled(place: str) -> Outcome:
             optimizer.zero_grad()
             loss_of(m(batch(step, rank))).backward()
         average_gradients(reference)
-        outcome.gradients.append(gradients_of(module))
-        outcome.expected_gradients.append(gradients_of(reference))
+        outcome.note(module, reference)
         for optimizer in optimizers:
             optimizer.step()
     torch._dynamo.reset()
@@ -1320,8 +1276,7 @@ def run_create_graph() -> Outcome:
                 m.zero_grad()
             loss_of(m(batch(step, rank))).backward(create_graph=True)
         average_gradients(reference)
-        outcome.gradients.append(gradients_of(model))
-        outcome.expected_gradients.append(gradients_of(reference))
+        outcome.note(model, reference)
     model.zero_grad()  # a gradient with a graph and its parameter keep each other alive
     reference.zero_grad()
     return outcome

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync import DistributedDataParallel, GradsyncError
 from gradsync.communicator import choose_communicator
-from tests.core.test_left_out_forwards import TINY, Line
+from tests.core.common import TINY, Line, gradients, still
 from tests.fuse import Explosion, Fuse
 from tests.laws import costly
 from tests.ranks import pool_of
@@ -66,15 +65,15 @@ def train(plan: Plan, on_bad_step: Any) -> list[Any]:
 
 def run_windows(plan: Plan, on_bad_step: Any) -> list[Any]:
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model = DistributedDataParallel(Line(2, counts=True), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
+    optimizer = still(model)
     seen: list[Any] = []
     with warnings.catch_warnings():
         for style, ways in [*plan, ("no_sync", ["backward"])]:
             try:
                 run_window(model, style, ways if rank == 1 else ["backward"] * len(ways), rank + 1.0)
                 optimizer.step()
-                means = [None if each.grad is None else float(each.grad) for each in model.parameters()]
+                means = gradients(model)
                 seen.append("skipped" if model.step_was_skipped else means)
             except (GradsyncError, ValueError, Explosion) as error:
                 seen.append(type(error).__name__)

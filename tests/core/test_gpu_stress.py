@@ -197,7 +197,7 @@ def held_back(model: Any) -> list[torch.Tensor]:
     synchronizer = model.synchronizer
     held = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in model.parameters()]
     if isinstance(synchronizer.reduction, ErrorFeedback):
-        synchronizer.engine.pipeline.hear_end()
+        synchronizer.engine.pipeline.await_end()
         residuals = synchronizer.reduction.state_dict()["residuals"]
         for (name, _), target in zip(model.module.named_parameters(), held, strict=True):
             if name in residuals:

@@ -133,11 +133,11 @@ def test_a_window_that_fails_on_one_rank_counts_on_all() -> None:
 
 def agree_on(arrivals: list[list[int]]) -> tuple[bool, bool, list[int]]:
     """Every rank saw another order."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     order = GradientOrder(len(arrivals[0]))
-    run_window(order, arrivals[wire.rank])
+    run_window(order, arrivals[communicator.rank])
     order.window_began()
-    changed = agree_on_order(order, wire)
+    changed = agree_on_order(order, communicator)
     return changed, order.due, order.order
 
 
@@ -153,14 +153,14 @@ def test_an_order_as_expected_changes_nothing(ranks: Ranks) -> None:
 
 
 def check_repeatedly(arrivals: list[list[int]]) -> list[list[int]]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     order = GradientOrder(4)
     agreed = []
     for window in arrivals:
         while not order.observing:
             run_window(order, [])
         run_window(order, window)
-        agree_on_order(order, wire)
+        agree_on_order(order, communicator)
         agreed.append(order.order)
     return agreed
 

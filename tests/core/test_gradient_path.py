@@ -17,7 +17,7 @@ from gradsync.testing import run_ranks
 PACKAGE = Path(gradsync.__file__).parent
 DOCUMENT = PACKAGE.parents[1] / "docs" / "architecture.md"
 # What a stop asks on its way, and does not pass the gradient on with.
-QUESTIONS = {"averages", "world_size", "rank", "device", "divides_on_the_wire", "now", "describe"}
+QUESTIONS = {"averages", "world_size", "rank", "device", "collective_divides", "now", "describe"}
 # Nor is the mark by which an interrupt is noticed.
 QUESTIONS |= {"__enter__", "__exit__"}
 # Observers are not stages.
@@ -32,7 +32,7 @@ def documented() -> list[tuple[str, str]]:
 
 
 class Recorder:
-    """Every function of the package that is entered between a hook and the call of the wire, in order."""
+    """Every function of the package that is entered between a hook and the call of the communicator, in order."""
 
     def __init__(self) -> None:
         self.paths: list[list[tuple[str, str]]] = []

@@ -11,19 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from gradsync import DistributedDataParallel, MisuseError, PeerFailedError
 from gradsync.communicator import choose_communicator
+from tests.core.common import TINY, Line, gradients, still
 from tests.laws import costly
 from tests.ranks import pool_of
 
 pytestmark = pytest.mark.timeout(60)
 
-TINY = 1e-4
 # What a rank does in a micro-batch: x of its backward, or nothing; a window is a list of them.
 Windows = Sequence[Sequence[float | None]]
 
@@ -32,30 +30,17 @@ on_two_and_three = pytest.mark.parametrize(
 )
 
 
-class Line(nn.Module):
-    """Two numbers whose gradients are ``x`` and ``x + 1``; it counts its forwards in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(2))
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: float) -> torch.Tensor:
-        self.count += 1
-        return self.scales[0] * x + self.scales[1] * (x + 1)
-
-
 def train(plans: Sequence[Windows], joins: bool, style: str) -> list[Any]:
     """Windows as they are planned for each rank: the gradients of each, or the error; and then a good window without a
     join."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model = DistributedDataParallel(Line(2, counts=True), bucket_cap_mb=TINY)
+    optimizer = still(model)
     seen: list[Any] = []
 
     def step() -> None:
         optimizer.step()
-        seen.append([None if each.grad is None else float(each.grad) for each in model.parameters()])
+        seen.append(gradients(model))
         optimizer.zero_grad()
 
     try:
@@ -169,8 +154,8 @@ def test_windows_of_different_lengths_in_a_join_are_refused_on_all_ranks(world_s
 def leave_before_forward(style: str, handler: str) -> list[Any]:
     """In the last micro-batch of a window rank 1 raises in the place of its forward, and all go on."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model = DistributedDataParallel(Line(2, counts=True), bucket_cap_mb=TINY)
+    optimizer = still(model)
     seen: list[Any] = []
 
     def work(window: int, x: float) -> None:
@@ -188,7 +173,7 @@ def leave_before_forward(style: str, handler: str) -> list[Any]:
                 for number in range(2):
                     with model.accumulate(last=number == 1):
                         work(window, rank + number + 1.0)
-            seen.append([None if each.grad is None else float(each.grad) for each in model.parameters()])
+            seen.append(gradients(model))
         except (ValueError, PeerFailedError) as error:
             seen.append(type(error).__name__)
             model.zero_grad()
@@ -215,8 +200,8 @@ def test_an_error_in_the_place_of_a_forward_is_told(style: str, handler: str) ->
 def abstain_in_blocks(where: int, times: int) -> list[Any]:
     """Inside a join and a block, before the forward or after its backward, once or twice."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step="drop-rank")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model = DistributedDataParallel(Line(2, counts=True), bucket_cap_mb=TINY, on_bad_step="drop-rank")
+    optimizer = still(model)
     seen: list[Any] = []
     with warnings.catch_warnings(), model.join():
         for window in range(3):
@@ -243,8 +228,8 @@ def test_in_a_join_a_block_has_one_forward_however_often_its_rank_abstains(where
 def abstain_under_no_sync(plans: Sequence[Sequence[str]]) -> list[Any]:
     """Inside a join, micro-batches that rank 1 gives up after their forward (``f``) or without one (``-``)."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step="skip")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model = DistributedDataParallel(Line(2, counts=True), bucket_cap_mb=TINY, on_bad_step="skip")
+    optimizer = still(model)
     seen: list[Any] = []
     with warnings.catch_warnings(), model.join():
         for plan in plans:
@@ -271,7 +256,7 @@ def leave_and_keep(last: bool) -> list[Any]:
     """Rank 1 leaves the last micro-batch of a window, or both ranks the first, and the iterator is kept until the next
     one runs. The gradients of two windows."""
     rank = choose_communicator().rank
-    model = DistributedDataParallel(Line(), bucket_cap_mb=TINY)
+    model = DistributedDataParallel(Line(2, counts=True), bucket_cap_mb=TINY)
     seen: list[Any] = []
     kept = model.accumulate([1.0, 2.0])
     try:

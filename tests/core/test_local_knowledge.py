@@ -16,18 +16,13 @@ from torch.distributed.algorithms.join import Join
 from gradsync import DistributedDataParallel, LayerDrop, MisuseError, PeerFailedError
 from gradsync.communicator import choose_communicator
 from gradsync.core.engine.state import Phase
+from tests.core.common import TINY, gradients, in_threads_and_processes, still
 from tests.fuse import Explosion, Fuse
 from tests.ranks import RankPool, Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(60)
 
-# About 100 bytes: nearly every parameter has a bucket of its own.
-TINY = 1e-4
 WIDTH = 4
-
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
 
 
 class Line(nn.Module):
@@ -50,29 +45,21 @@ def number(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def gradients(model: nn.Module) -> list[float | None]:
-    return [None if parameter.grad is None else float(parameter.grad) for parameter in model.parameters()]
-
-
-def fit(model: DistributedDataParallel) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.0)
-
-
 # -- weights: a rank without a backward ----------------------------------------------------------------------------
 
 
 def weighted_windows(kinds: str) -> list[list[float | None]]:
     """A window for each letter: ``w`` weighted, ``p`` plain, ``a`` in accumulate(). The last rank has no backward, in
     the first window or any other; the others see rank + 1, with weight rank + 1."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap()
-    optimizer = fit(model)
+    optimizer = still(model)
     seen = []
     for kind in kinds:
-        x, idle = number(wire.rank + 1), wire.rank == wire.world_size - 1
+        x, idle = number(communicator.rank + 1), communicator.rank == communicator.world_size - 1
         with model.accumulate(last=True) if kind == "a" else contextlib.nullcontext():
             if not idle and kind == "w":
-                model.backward(model(x), weight=wire.rank + 1)
+                model.backward(model(x), weight=communicator.rank + 1)
             elif not idle:
                 model(x).backward()
             else:
@@ -102,11 +89,11 @@ def test_a_rank_without_a_backward_need_not_know_whether_the_others_count(ranks:
 
 def mixed_windows(first: str, others: str) -> list[str]:
     """Rank 0 runs the last window one way and the others another; the first one is plain on all ranks."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap()
-    optimizer = fit(model)
+    optimizer = still(model)
     told = []
-    for kind in ("p", first if wire.rank == 0 else others, "p"):
+    for kind in ("p", first if communicator.rank == 0 else others, "p"):
         try:
             with model.accumulate(last=True) if kind == "a" else contextlib.nullcontext():
                 model.backward(model(number(1)), weight=2) if kind == "w" else model(number(1)).backward()
@@ -136,18 +123,18 @@ def test_ranks_that_count_and_ranks_that_do_not_are_told(ranks: Ranks, kinds: st
 
 def unfreeze(on: int | None) -> list[list[float | None]]:
     """The first layer is frozen for three windows; then rank ``on`` trains it, or all do."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     module = Line()
     module.scales[0].requires_grad_(False)
     model = wrap(module)
-    optimizer = fit(model)
+    optimizer = still(model)
     seen = []
     for window in range(6):
-        if window == 3 and on in (None, wire.rank):
+        if window == 3 and on in (None, communicator.rank):
             module.scales[0].requires_grad_(True)
         for last in (False, True):
             with contextlib.nullcontext() if last else model.no_sync():
-                model(number(wire.rank + 1)).backward()
+                model(number(communicator.rank + 1)).backward()
         seen.append(gradients(model))
         optimizer.step()
         optimizer.zero_grad()
@@ -168,18 +155,18 @@ def test_a_parameter_that_one_rank_trains_again_is_averaged_on_all(ranks: Ranks,
 
 def drop_and_look() -> list[list[float | None]]:
     """Rank 0 runs a backward that reaches no parameter before the one that does, in windows with absent layers."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     blocks = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)]
     for block in blocks:
         nn.init.eye_(block.weight)
     # The buffers of LayerDrop, too.
     model = wrap(LayerDrop(blocks, drop=0.5, seed=3).to(blocks[0].weight.device))
-    optimizer = fit(model)
+    optimizer = still(model)
     seen = []
     for _ in range(6):
         x = torch.ones(1, WIDTH, dtype=torch.float64, requires_grad=True)
-        output = model(x * (wire.rank + 1)).sum()
-        if wire.rank == 0:
+        output = model(x * (communicator.rank + 1)).sum()
+        if communicator.rank == 0:
             output.backward(inputs=[x], retain_graph=True)
         output.backward()
         optimizer.step()
@@ -204,7 +191,7 @@ def train_a_thawed_parameter_alone(before: int, last: bool) -> list[list[float |
     module, rank, seen = Chosen(), choose_communicator().rank, []
     module.numbers[1].requires_grad_(False)
     model = wrap(module)
-    optimizer = fit(model)
+    optimizer = still(model)
     for _ in range(before):
         model(number(1.0), (0,)).backward()
         optimizer.step()
@@ -237,7 +224,7 @@ def train_a_thawed_parameter_unseen(before: int) -> list[list[float | None]]:
     module, rank, seen = Chosen(), choose_communicator().rank, []
     module.numbers[1].requires_grad_(False)
     model = wrap(module)
-    optimizer = fit(model)
+    optimizer = still(model)
     for window in range(before + 3):
         module.numbers[1].requires_grad_(rank == 0 and window >= before)
         module(number(6.0), (1,) if rank == 0 and window >= before else (0,)).backward()
@@ -296,15 +283,15 @@ class Saboteur:
 
 
 def watched(event: str) -> tuple[list[list[float | None]], int]:
-    wire = choose_communicator()
-    observer = Saboteur(event, wire.rank)
+    communicator = choose_communicator()
+    observer = Saboteur(event, communicator.rank)
     model = wrap(observer=observer)
-    optimizer = fit(model)
+    optimizer = still(model)
     seen = []
     logging.getLogger("gradsync").disabled = True
     try:
         for _ in range(5):
-            model(number(wire.rank + 1)).backward()
+            model(number(communicator.rank + 1)).backward()
             seen.append(gradients(model))
             optimizer.step()
             optimizer.zero_grad()
@@ -342,13 +329,13 @@ def test_an_observer_that_raised_is_named_once(caplog: pytest.LogCaptureFixture)
 
 def epochs_of_different_length() -> list[list[float | None]]:
     """Rank r has r + 1 batches an epoch; gradients are zeroed after each step, and nowhere else."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap(Line(1))
-    optimizer = fit(model)
+    optimizer = still(model)
     first = []
     for _ in range(3):
         with Join([model]):
-            for batch in range(wire.rank + 1):
+            for batch in range(communicator.rank + 1):
                 model(number(50.0)).backward()
                 if batch == 0:
                     first.append(gradients(model))
@@ -379,14 +366,14 @@ class Fused(nn.Module):
 
 def fail_in_several_models(failing: list[int]) -> tuple[list[str], list[list[float | None]]]:
     """Two models in one backward. In the windows ``failing`` rank 0's backward fails behind both of them."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     models = [wrap(Fused()) for _ in range(2)]
-    optimizers = [fit(model) for model in models]
+    optimizers = [still(model) for model in models]
     told, seen = [], []
     for window in range(max(failing) + 3):
-        lit = window in failing and wire.rank == 0
+        lit = window in failing and communicator.rank == 0
         try:
-            sum(model(number(wire.rank + 1), lit) for model in models).backward()
+            sum(model(number(communicator.rank + 1), lit) for model in models).backward()
             seen.append(gradients(models[0]) + gradients(models[1]))
         except (Explosion, PeerFailedError) as error:
             told.append(type(error).__name__)
@@ -418,24 +405,24 @@ def test_recovery_runs_where_backward_was_called(monkeypatch: pytest.MonkeyPatch
         return caught.value.__notes__
 
     def lost(forward_synchronizes: bool) -> None:
-        raise ConnectionError("the wire is gone")
+        raise ConnectionError("the link is gone")
 
     (notes,) = ThreadRanks(1).run(work)
-    assert notes == ["gradsync could not tell the other ranks of it: the wire is gone"]
+    assert notes == ["gradsync could not tell the other ranks of it: the link is gone"]
 
 
 def look_then_train() -> list[list[float | None]]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap()
-    optimizer = fit(model)
+    optimizer = still(model)
     seen = []
     for _ in range(3):
-        output = model(number(wire.rank + 1))
-        if wire.rank == 0:
+        output = model(number(communicator.rank + 1))
+        if communicator.rank == 0:
             # A penalty that only this rank computes, before the backward that counts.
             torch.autograd.grad(output, list(model.parameters()), retain_graph=True)
             assert model.synchronizer.engine.phase is Phase.IDLE
-        model.backward(output, weight=wire.rank + 1)
+        model.backward(output, weight=communicator.rank + 1)
         seen.append(gradients(model))
         optimizer.step()
         optimizer.zero_grad()
@@ -454,12 +441,12 @@ def test_gradients_that_are_only_looked_at_are_no_backward(ranks: Ranks) -> None
 
 def fail_before_the_model() -> list[str]:
     """Rank 0's loss fails before its backward has reached the model."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap()
     told = []
     for window in range(4):
         try:
-            Fuse.apply(model(number(1)), window == 2 and wire.rank == 0).backward()
+            Fuse.apply(model(number(1)), window == 2 and communicator.rank == 0).backward()
             told.append("")
         except (Explosion, PeerFailedError) as error:
             told.append(type(error).__name__)

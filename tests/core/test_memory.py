@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from gradsync import DistributedDataParallel, synchronize_gradients
 from gradsync.communicator import InProcessWorld, ambient_communicator, choose_communicator
 from gradsync.core.engine.synchronizer import synchronizer_of
+from tests.core.common import in_processes, on
 from tests.ranks import Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(90)
@@ -37,10 +38,7 @@ MODEL_BYTES = LAYERS * LAYER_BYTES
 # Small gradients are brought into the buckets up to a quarter of a MiB at a time.
 IN_HAND = 256 * 1024
 
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 2), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
-in_processes = pytest.mark.parametrize("ranks", [("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
+in_threads_and_processes = on(("threads", 2), ("processes", 2))
 
 
 def net(layers: int = 3, width: int = 8) -> nn.Sequential:
@@ -291,6 +289,14 @@ def traces(module: nn.Module) -> int:
     return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in module.parameters())
 
 
+def assert_freed(memory: Sequence[StorageWeakRef]) -> None:
+    """The thread of another rank may hold on to the last message for a moment."""
+    deadline = time.monotonic() + 10
+    while not all(reference.expired() for reference in memory) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(reference.expired() for reference in memory)
+
+
 def delete_the_wrapper() -> None:
     module, x = net(), batch()
     model = DistributedDataParallel(module, bucket_cap_mb=1e-4)
@@ -310,11 +316,7 @@ def delete_the_wrapper() -> None:
     assert all(torch.equal(p.grad, mean) for p, mean in zip(module.parameters(), means, strict=True))
     assert not any(reference.expired() for reference in memory)
     module.zero_grad()
-    # The thread of another rank may hold on to the last message for a moment.
-    deadline = time.monotonic() + 10
-    while not all(reference.expired() for reference in memory) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert all(reference.expired() for reference in memory)
+    assert_freed(memory)
     train_a_little(module, x)  # a plain module again: nobody waits for anybody
 
 
@@ -358,11 +360,7 @@ def detach_the_engine() -> None:
     gc.collect()
     assert synchronizer() is None
     module.zero_grad()
-    # The thread of another rank may hold on to the last message for a moment.
-    deadline = time.monotonic() + 10
-    while not all(reference.expired() for reference in memory) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert all(reference.expired() for reference in memory)
+    assert_freed(memory)
     watched.sum().backward()
     if rank == 0:  # alone: there is nothing left to synchronize with
         train_a_little(module, x)

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from gradsync import (
     ConfigurationError,
     DistributedDataParallel,
-    GradsyncError,
     MisuseError,
     PeerFailedError,
     average_gradients,
@@ -27,6 +26,7 @@ from gradsync.communicator import Communicator, InProcessWorld, choose_communica
 from gradsync.core.engine.synchronizer import synchronizer_of
 from gradsync.errors import NoProcessGroupError
 from gradsync.reduction import Cast
+from tests.core.common import TINY, in_processes, in_threads, in_threads_and_processes, on
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -34,16 +34,11 @@ pytestmark = pytest.mark.timeout(60)
 # torch warns, once a process, that nobody has said whether it shall check them.
 torch.sparse.check_sparse_tensor_invariants.disable()
 
-TINY = 1e-4
 WIDTH = 4
 
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
-in_threads = pytest.mark.parametrize("ranks", [("threads", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
 
 # The class and the text of an error, as a rank reports it.
-Told = tuple[str, str]
+Raised = tuple[str, str]
 
 
 def alone() -> Communicator:
@@ -72,7 +67,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean() + output.mean()
 
 
-def told(action: Callable[[], object]) -> Told | None:
+def error_of(action: Callable[[], object]) -> Raised | None:
     """What the action raises, if it does."""
     try:
         action()
@@ -101,6 +96,7 @@ def assert_close(came: Sequence[torch.Tensor], expected: Sequence[torch.Tensor])
     "call", [DistributedDataParallel, synchronize_gradients, average_gradients], ids=lambda call: call.__name__
 )
 def test_without_a_process_group_the_error_says_how_to_get_one(call: Callable[[nn.Module], Any]) -> None:
+    assert issubclass(NoProcessGroupError, ConfigurationError)
     with pytest.raises(NoProcessGroupError, match=r"torchrun.*init_process_group.*communicator="):
         call(net())
 
@@ -194,12 +190,9 @@ def test_an_unknown_keyword_argument_is_refused_by_what_was_called(call: Any, na
 
 
 def test_only_one_way_to_name_the_ranks_is_taken() -> None:
+    """By the wrapper and in place: which of the two was meant is not to be guessed."""
     with pytest.raises(ConfigurationError, match="process_group and device_mesh"):
         DistributedDataParallel(net(), process_group=object(), device_mesh=object())
-
-
-def test_both_ways_to_name_the_ranks_are_refused_in_place_too() -> None:
-    """As the wrapper does: which of the two was meant is not to be guessed."""
     with pytest.raises(ConfigurationError, match=r"communicator and process_group"):
         synchronize_gradients(net(), communicator=alone(), process_group=alone())
 
@@ -262,7 +255,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]]
 }
 
 
-def wrap_differently(kind: str, odd_rank: int, in_place: bool) -> Told | None:
+def wrap_differently(kind: str, odd_rank: int, in_place: bool) -> Raised | None:
     odd = choose_communicator().rank == odd_rank
     if kind in DIFFERENCES:
         (build, *args), settings = DIFFERENCES[kind][odd], {}
@@ -271,7 +264,7 @@ def wrap_differently(kind: str, odd_rank: int, in_place: bool) -> Told | None:
     module = build(*args)
     before = values_of(module)
     wrap = synchronize_gradients if in_place else DistributedDataParallel
-    answer = told(lambda: wrap(module, **settings))
+    answer = error_of(lambda: wrap(module, **settings))
     assert same_bits(values_of(module), before)
     return answer
 
@@ -303,7 +296,7 @@ def test_a_group_that_refused_a_mismatch_goes_on_working(ranks: Ranks) -> None:
 
 def mismatch_then_train() -> str:
     rank = choose_communicator().rank
-    refused = told(lambda: DistributedDataParallel(linear(WIDTH, 2 + rank)))
+    refused = error_of(lambda: DistributedDataParallel(linear(WIDTH, 2 + rank)))
     model, reference = DistributedDataParallel(net(), bucket_cap_mb=TINY), net()
     for m in (model, reference):
         loss_of(m(batch(rank))).backward()
@@ -425,13 +418,13 @@ def finished(result: Any) -> Any:
     return future
 
 
-def backward_with_hook(hook: Callable[..., Any]) -> tuple[Told | None, bool]:
+def backward_with_hook(hook: Callable[..., Any]) -> tuple[Raised | None, bool]:
     model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
     model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = values_of(model)
-    answer = told(lambda: loss_of(model(batch(0))).backward())
-    step = told(optimizer.step)
+    answer = error_of(lambda: loss_of(model(batch(0))).backward())
+    step = error_of(optimizer.step)
     assert step is not None
     assert step[0] == "MisuseError"
     return answer, same_bits(values_of(model), before)
@@ -524,7 +517,7 @@ def step_unsynchronized(kind: str, windows_before: int) -> dict[str, Any]:
         loss_of(model(batch(9, rank))).backward()
     local = [p.grad.to_dense().clone() for p in model.parameters()]
     before = values_of(model)
-    answers = [told(optimizer.step) for _ in range(2)]
+    answers = [error_of(optimizer.step) for _ in range(2)]
     untouched = same_bits(values_of(model), before)
     kept = same_bits([p.grad.to_dense() for p in model.parameters()], local)
     model.synchronize()
@@ -555,13 +548,13 @@ def test_a_step_on_gradients_of_one_rank_alone_is_refused(ranks: Ranks, kind: st
             torch.testing.assert_close(mean, sum(locals_) / len(locals_), **tolerance)
 
 
-def step_inside_no_sync() -> tuple[Told | None, bool]:
+def step_inside_no_sync() -> tuple[Raised | None, bool]:
     model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = values_of(model)
     with model.no_sync():
         loss_of(model(batch(choose_communicator().rank))).backward()
-        answer = told(optimizer.step)
+        answer = error_of(optimizer.step)
     return answer, same_bits(values_of(model), before)
 
 
@@ -590,7 +583,7 @@ def step_locally() -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
     local = values_of(model), values_of(reference)
     with model.no_sync():
         loss_of(model(batch(7, rank))).backward()
-    refused_again = told(optimizers[0].step)
+    refused_again = error_of(optimizers[0].step)
     return *local, refused_again is not None
 
 
@@ -629,7 +622,7 @@ def misuse_in_backward(action: str, bad_step: int) -> dict[str, Any]:
         actions = {"step": optimizers[0].step, "synchronize": model.synchronize, "backward": earlier.backward}
         before = values_of(model)
         handle = model.module[2].weight.register_post_accumulate_grad_hook(lambda _, act=actions[action]: act())
-        answer = told(loss.backward)
+        answer = error_of(loss.backward)
         handle.remove()
         untouched = same_bits(values_of(model), before)
     for step in range(6):
@@ -693,19 +686,19 @@ def train_through(plan: Plan) -> dict[str, Any]:
     rank, steps = choose_communicator().rank, STEPS
     model = DistributedDataParallel(net(), bucket_cap_mb=TINY, **dict(plan.settings))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    answers: list[tuple[int, Told]] = []
-    refusals: list[Told | None] = []
+    answers: list[tuple[int, Raised]] = []
+    refusals: list[Raised | None] = []
     for step in range(steps):
         optimizer.zero_grad(set_to_none=plan.set_to_none)
-        answer = told(lambda step=step: run_window(model, step, rank, plan))
+        answer = error_of(lambda step=step: run_window(model, step, rank, plan))
         if answer is None:
             optimizer.step()
             continue
         answers.append((step, answer))
         if not plan.zeroes:
             before = values_of(model)
-            refusals.append(told(optimizer.step))
-            refusals.append(told(lambda step=step: loss_of(model(batch(step, rank))).backward()))
+            refusals.append(error_of(optimizer.step))
+            refusals.append(error_of(lambda step=step: loss_of(model(batch(step, rank))).backward()))
             assert same_bits(values_of(model), before)
     reference = net()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -754,8 +747,7 @@ every_place = pytest.mark.parametrize("place", [*PLACES, "input"])
 # The first window learns, the second counts, the third looks, the fourth counts and learns again.
 every_phase = pytest.mark.parametrize("step", [0, 1, 2, 3])
 both_settings = pytest.mark.parametrize("set_to_none", [True, False], ids=["to none", "in place"])
-three_threads = pytest.mark.parametrize("ranks", [("threads", 3)], indirect=True, ids="{0[0]}-{0[1]}".format)
-in_processes = pytest.mark.parametrize("ranks", [("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
+three_threads = on(("threads", 3))
 
 
 @three_threads
@@ -789,7 +781,7 @@ def test_after_a_failure_on_one_rank_the_others_name_it_and_training_goes_on_exa
 def test_after_a_failure_in_real_processes_training_goes_on_exactly(
     ranks: Ranks, everywhere: bool, place: str, set_to_none: bool
 ) -> None:
-    """Contract point 11: the two laws above, where the wire works by itself."""
+    """Contract point 11: the two laws above, where communication needs no core."""
     for step in (0, 2):
         failed = tuple(range(ranks.world_size)) if everywhere else (step // 2,)
         plan = Plan(step=step, ranks=failed, place=place, set_to_none=set_to_none)
@@ -842,7 +834,7 @@ def fail_while_accumulating(step: int) -> dict[str, Any]:
             optimizer.zero_grad()
             if m is model and window == step:
                 with model.no_sync():
-                    answers.append(told(lambda: run_window(model, step, rank, plan)))
+                    answers.append(error_of(lambda: run_window(model, step, rank, plan)))
                 optimizer.zero_grad()
             with model.no_sync() if m is model else contextlib.nullcontext():
                 loss_of(m(batch(window, rank, 1))).backward()
@@ -888,7 +880,7 @@ def surprise(step: int, ranks: tuple[int, ...], schedule: str, uses_last: bool =
     """
     rank = choose_communicator().rank
     model, reference = DistributedDataParallel(Segments(), bucket_cap_mb=TINY, schedule=schedule), Segments()
-    answers: list[tuple[int, Told]] = []
+    answers: list[tuple[int, Raised]] = []
     for m in (model, reference):
         optimizer = torch.optim.SGD(m.parameters(), lr=0.05)
         for window in range(STEPS):
@@ -897,7 +889,7 @@ def surprise(step: int, ranks: tuple[int, ...], schedule: str, uses_last: bool =
             surprised = window == step and rank in ranks
             module.times = 2 if surprised else 1
             module.uses_last = uses_last or not surprised
-            answer = told(lambda m=m, window=window: loss_of(m(batch(window, rank))).backward())
+            answer = error_of(lambda m=m, window=window: loss_of(m(batch(window, rank))).backward())
             if m is reference:
                 average_gradients(reference)
             if answer is not None:
@@ -947,12 +939,3 @@ def test_no_gradient_comes_too_late_with_the_remedy(ranks: Ranks, ranks_surprise
         for result in ranks.run(surprise, step, ranks_surprised, "bucketed"):
             assert result["answers"] == []
             assert_close(result["came"], result["expected"])
-
-
-def test_every_error_here_is_caught_as_one() -> None:
-    """What torch's wrapper raises in the same places is a RuntimeError or a ValueError."""
-    assert issubclass(MisuseError, GradsyncError)
-    assert issubclass(PeerFailedError, GradsyncError)
-    assert issubclass(GradsyncError, RuntimeError)
-    assert issubclass(NoProcessGroupError, ConfigurationError)
-    assert issubclass(ConfigurationError, ValueError)

@@ -14,16 +14,15 @@ from torch import nn
 
 from gradsync import DistributedDataParallel, average_gradients, synchronize_gradients
 from gradsync.communicator import choose_communicator
+from tests.core.common import TINY, on
+from tests.core.test_misuse import batch, loss_of
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(60)
 
-TINY = 1e-4
 WIDTH = 4
 
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 1), ("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
+in_threads_and_processes = on(("threads", 1), ("threads", 3), ("processes", 2))
 
 # By name of a parameter, per window.
 Windows = list[dict[str, torch.Tensor | None]]
@@ -45,15 +44,6 @@ class Net(nn.Module):
             if number not in left_out:
                 x = torch.tanh(layer(x))
         return x
-
-
-def batch(*key: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(hash(key) & 0xFFFF_FFFF)
-    return torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
-
-
-def loss_of(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean() + output.mean()
 
 
 def train(
@@ -204,7 +194,7 @@ def unused_by_some(models: Sequence[Any], step: int, rank: int) -> None:
     loss_of(second(first(batch(step, rank)), left_out)).backward()
 
 
-@pytest.mark.parametrize("ranks", [("threads", 1), ("threads", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
+@on(("threads", 1), ("threads", 2))
 def test_two_models_in_one_loss_may_have_unused_parameters(ranks: Ranks) -> None:
     """Contract points 5 and 6: buckets of both models start in the same order on all ranks."""
     check(ranks.run(train, wrap_each, unused_by_some))

@@ -200,7 +200,7 @@ def leave_in_backward() -> str:
         with contextlib.suppress(PeerFailedError):
             watched.model.zero_grad()
             watched.loss().backward()
-            again = "a second window went through a dead wire"
+            again = "a second window went through a dead communicator"
         return again or str(error)
     return "nothing was noticed"
 

@@ -13,16 +13,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from gradsync import DistributedDataParallel, MisuseError, PeerFailedError
 from gradsync.communicator import choose_communicator
-from tests.fuse import Explosion, Fuse
+from tests.core.common import TINY, Line, gradients, still
+from tests.fuse import Explosion
 from tests.ranks import ThreadRanks
 
 pytestmark = pytest.mark.timeout(120)
 
-TINY = 1e-4
 RANKS = 3
 POLICIES = (None, "raise", "skip", "drop-rank")
 # Where a loop over micro-batches has its synchronization: in one backward, in a block, in the last of an iterator.
@@ -30,22 +29,6 @@ STYLES = ("plain", "blocks", "iterator")
 FAULTS = ("", "", "", "abstain", "batch", "forward", "backward")
 # What a rank tries after it has abstained, in vain.
 AFTERWARDS = ("", "abstain", "backward")
-
-
-class Line(nn.Module):
-    """Three numbers, whose gradients are ``x``, ``x + 1`` and ``x + 2``; it counts its forwards in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones((), dtype=torch.float64)) for _ in range(3))
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: float, fault: str = "") -> torch.Tensor:
-        self.count += 1
-        if fault == "forward":
-            raise torch.OutOfMemoryError("in forward")
-        terms = [scale * (x + number) for number, scale in enumerate(self.scales)]
-        return Fuse.apply(torch.stack(terms[:-1]).sum(), fault == "backward") + terms[-1]
 
 
 @dataclass(frozen=True)
@@ -112,8 +95,8 @@ class Rank:
 
     def __init__(self, on_bad_step: Any) -> None:
         self.rank = choose_communicator().rank
-        self.model = DistributedDataParallel(Line(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.model = DistributedDataParallel(Line(counts=True), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
+        self.optimizer = still(self.model)
         self.loss: torch.Tensor | None = None
 
     def run(self, window: Window) -> Any:
@@ -134,7 +117,7 @@ class Rank:
                 self.model.zero_grad()
         except PeerFailedError:
             self.model.zero_grad()
-        came = [None if each.grad is None else float(each.grad) for each in self.model.parameters()]
+        came = gradients(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=window.set_to_none)
         return "skipped" if self.model.step_was_skipped else came
@@ -173,7 +156,7 @@ class Rank:
                 self.model.zero_grad()
             return
         if x is not None:
-            self.model(x, fault).backward()
+            self.model(x, fails=fault == "forward", lit=fault == "backward").backward()
 
     def _try_afterwards(self, share: Share) -> None:
         if share.afterwards == "abstain" or (share.afterwards == "backward" and self.loss is not None):

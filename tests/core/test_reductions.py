@@ -33,7 +33,7 @@ class Layers(nn.Module):
         return x
 
 
-class Told(Mean):
+class Noting(Mean):
     """The mean, and a list of all layouts it was told of. Keeps the layout if it is made so."""
 
     def __init__(self, *, keeps: bool = False) -> None:
@@ -75,7 +75,7 @@ def train(reduction: Reduction, orders: Sequence[Sequence[int]]) -> tuple[Any, l
 
 
 def changing(keeps: bool) -> tuple[int, list[tuple[int, ...]]]:
-    reduction = Told(keeps=keeps)
+    reduction = Noting(keeps=keeps)
     _, seen = train(reduction, [FORWARD] * 2 + [BACKWARD] * 8)
     return len(reduction.layouts), seen
 
@@ -96,7 +96,7 @@ def test_a_layout_is_held_while_there_is_state() -> None:
 
 def learning_late() -> list[tuple[int, ...]]:
     """The order of the first window is not the one that is guessed: it is learned once all the same."""
-    _, seen = train(Told(keeps=True), [BACKWARD] * 3 + [FORWARD] * 6)
+    _, seen = train(Noting(keeps=True), [BACKWARD] * 3 + [FORWARD] * 6)
     return seen
 
 
@@ -116,8 +116,8 @@ def remembering(state: Memory | None, bucket: Any) -> Any:
     buffer = bucket.buffer()
     if state is not None:
         state.shapes.setdefault(bucket.index(), []).append(tuple(g.data_ptr() for g in bucket.gradients()))
-    wire = choose_communicator()
-    wire.all_reduce(buffer.div_(wire.world_size)).wait()
+    communicator = choose_communicator()
+    communicator.all_reduce(buffer.div_(communicator.world_size)).wait()
     future: Any = torch.futures.Future()
     future.set_result(buffer)
     return future
@@ -149,7 +149,7 @@ def test_buckets_change_under_a_hook_without_state() -> None:
 def unfreezing() -> str:
     model = Layers()
     model.layers[1].weight.requires_grad_(False)
-    wrapper = DistributedDataParallel(model, bucket_cap_mb=CAP, reduction=Told(keeps=True))
+    wrapper = DistributedDataParallel(model, bucket_cap_mb=CAP, reduction=Noting(keeps=True))
     x = torch.ones(2, WIDTH, dtype=torch.float64)
     for _ in range(2):
         wrapper.zero_grad()
@@ -158,7 +158,7 @@ def unfreezing() -> str:
     wrapper.zero_grad()
     with pytest.raises(MisuseError, match="begun or ceased to be trained") as caught:
         wrapper(x, FORWARD).square().mean().backward()
-    # The remedy helps: another reduction may be laid out anew.
+    # The remedy helps: another reduction may be laid out again.
     wrapper.zero_grad()
     wrapper.synchronizer.reduce_with(Mean())
     wrapper(x, FORWARD).square().mean().backward()
@@ -171,9 +171,9 @@ def test_what_cannot_follow_is_refused_on_all_ranks() -> None:
 
 
 def saved_and_loaded() -> tuple[list[int], list[int]]:
-    reduction = Told()
+    reduction = Noting()
     model, _ = train(reduction, [FORWARD] * 3)
-    other, fresh = Told(), DistributedDataParallel(Layers(), bucket_cap_mb=CAP, reduction=Told())
+    other, fresh = Noting(), DistributedDataParallel(Layers(), bucket_cap_mb=CAP, reduction=Noting())
     fresh.synchronizer.reduce_with(other)
     fresh.synchronizer.load_state_dict(model.synchronizer.state_dict())
     load_window(fresh.synchronizer.engine, save_window(model.synchronizer.engine))
@@ -213,7 +213,7 @@ def test_a_hook_whose_state_is_a_group_has_none(state: Any, tmp_path: Any) -> No
 
 
 def both() -> None:
-    policy = SyncPolicy(reduction=Told())
+    policy = SyncPolicy(reduction=Noting())
     with pytest.raises(ValueError, match="pass policy or schedule, not both"):
         synchronize_gradients(nn.Linear(2, 2), policy=policy, schedule="naive")
     with pytest.raises(TypeError, match="reduktion"):

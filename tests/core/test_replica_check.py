@@ -22,15 +22,12 @@ from gradsync import (
 )
 from gradsync.communicator import choose_communicator
 from gradsync.core.window.replica_check import BLOCK, fingerprint
+from tests.core.common import on
 from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
 
 pytestmark = pytest.mark.timeout(60)
 
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool)
-
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("threads", 4), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
 
 
 class Network(nn.Module):
@@ -97,20 +94,20 @@ WINDOWS, FLIPPED_AT, EVERY = 9, 2, 3
 def train(settings: ReplicaCheck, culprit: int, parameter: int, bit: int) -> tuple[list[str], list[str], list[Any]]:
     """Nine windows, compared in every third; after the third ``culprit`` has another bit. What was raised, what was
     warned of, and the parameters at the end."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = DistributedDataParallel(Network(), replica_check=settings, bucket_cap_mb=1e-4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     raised, lines = [], Lines()
     logging.getLogger("gradsync").addHandler(lines)
     for window in range(WINDOWS):
         try:
-            model(float(wire.rank + window)).backward()
+            model(float(communicator.rank + window)).backward()
             optimizer.step()
             raised.append("")
         except MismatchError as error:
             raised.append(str(error))
         optimizer.zero_grad()
-        if window == FLIPPED_AT and wire.rank == culprit:
+        if window == FLIPPED_AT and communicator.rank == culprit:
             flip(list(model.parameters())[parameter], bit)
     logging.getLogger("gradsync").removeHandler(lines)
     return raised, lines.said, [each.detach().clone() for each in model.parameters()]
@@ -131,7 +128,7 @@ NAMES = [name for name, _ in Network().named_parameters()]
 CASES = [(0, 7), (3, 40), (4, 31 + 32 * 20)]
 
 
-@in_threads_and_processes
+@on(("threads", 3), ("threads", 4), ("processes", 2))
 @pytest.mark.parametrize(("parameter", "bit"), CASES)
 def test_a_flipped_bit_is_found_and_named(ranks: Ranks, parameter: int, bit: int) -> None:
     culprit = ranks.world_size - 1
@@ -168,7 +165,7 @@ def test_two_ranks_cannot_heal() -> None:
     settings = ReplicaCheck(every=EVERY, on_mismatch="repair")
     for raised, _, _ in ThreadRanks(2).run(train, settings, 1, 0, 5):
         assert "no majority of which agrees" in raised[3]
-        assert "Nothing was healed" in raised[3]
+        assert "Nothing was repaired" in raised[3]
 
 
 def test_nobody_compares_unasked_and_nothing_is_found_where_nothing_is() -> None:
@@ -182,11 +179,11 @@ def test_nobody_compares_unasked_and_nothing_is_found_where_nothing_is() -> None
 
 def sharded(every: int) -> list[Any]:
     """Parameters that are still on their way when the backward begins are waited for."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = DistributedDataParallel(Network(), replica_check=ReplicaCheck(every=every), bucket_cap_mb=1e-4)
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
     for window in range(5):
-        model(float(wire.rank + window)).backward()
+        model(float(communicator.rank + window)).backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.flush()
@@ -200,7 +197,7 @@ def test_parameters_of_a_sharded_optimizer_are_compared(process_ranks: RankPool)
 
 def flip_on(culprit: int, kind: str, every: int) -> tuple[list[bool], list[torch.Tensor]]:
     """In which of five windows a bit is found that flips on ``culprit`` after the second one, and the parameters."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = DistributedDataParallel(Network(), replica_check=ReplicaCheck(every=every), bucket_cap_mb=1e-4)
     # Parameters stay what they are, but for the flipped bit.
     plain = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -210,13 +207,13 @@ def flip_on(culprit: int, kind: str, every: int) -> tuple[list[bool], list[torch
     found = []
     for window in range(5):
         try:
-            model(float(wire.rank + window)).backward()
+            model(float(communicator.rank + window)).backward()
             optimizer.step()
             found.append(False)
         except MismatchError:
             found.append(True)
         optimizer.zero_grad()
-        if window == 1 and wire.rank == culprit:
+        if window == 1 and communicator.rank == culprit:
             flip(model.module.second.bias, 20)
     return found, [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -241,12 +238,12 @@ def test_what_is_found_where_owners_give_their_values_to_all(process_ranks: Rank
 
 def narrow() -> str:
     """The values that the optimizer has are compared, not those that a forward computes with."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     config = _MixedPrecision(param_dtype=torch.bfloat16)
     model = DistributedDataParallel(nn.Linear(4, 4), mixed_precision=config, replica_check=ReplicaCheck(every=2))
     with torch.no_grad():
         # Less than a bfloat16 can tell.
-        model.module.weight[2, 2] += math.ulp(1.0) * 2**28 if wire.rank == 1 else 0.0
+        model.module.weight[2, 2] += math.ulp(1.0) * 2**28 if communicator.rank == 1 else 0.0
     model(torch.ones(1, 4)).sum().backward()
     return str(model.module.weight.grad.dtype)
 

@@ -30,6 +30,7 @@ from gradsync import (
     synchronize_gradients,
 )
 from gradsync.communicator import choose_communicator
+from tests.core.common import TINY, Line, gradients, in_threads_and_processes, on
 from tests.fuse import Explosion, Fuse
 from tests.laws import costly
 from tests.on_gpu import computes_on_cpu
@@ -37,30 +38,8 @@ from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
 
 pytestmark = pytest.mark.timeout(60)
 
-# About 100 bytes: nearly every parameter has a bucket of its own.
-TINY = 1e-4
 POLICIES = ("raise", "skip", "drop-rank")
 FAULTS = ("nan", "inf", "abstain", "forward", "backward")
-
-on_three_threads = pytest.mark.parametrize("ranks", [("threads", 3)], indirect=True, ids="{0[0]}-{0[1]}".format)
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
-
-
-class Line(nn.Module):
-    """Layers of one number each, whose gradient is ``x`` plus the layer's number; ``poison`` goes into that of one."""
-
-    def __init__(self, layers: int = 3, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones((), dtype=dtype)) for _ in range(layers))
-
-    def forward(self, x: float, poison: float = 0.0, *, fails: bool = False, lit: bool = False) -> torch.Tensor:
-        if fails:
-            raise torch.OutOfMemoryError("in forward")
-        terms = [scale * (x + number + (poison if number == 1 else 0.0)) for number, scale in enumerate(self.scales)]
-        # Where it is lit, one gradient has come before backward fails.
-        return Fuse.apply(torch.stack(terms[:-1]).sum(), lit) + terms[-1]
 
 
 class Journal(logging.Handler):
@@ -104,10 +83,6 @@ def same_bits(one: Any, other: Any) -> bool:
     return all(map(torch.equal, values, others)) and str(states) == str(other_states)
 
 
-def gradients(model: nn.Module) -> list[float | None]:
-    return [None if parameter.grad is None else float(parameter.grad) for parameter in model.parameters()]
-
-
 def work(model: DistributedDataParallel, x: float, fault: str) -> None:
     """A forward and a backward with a fault, as a loop that goes on after running out of memory has them."""
     try:
@@ -124,7 +99,7 @@ def work(model: DistributedDataParallel, x: float, fault: str) -> None:
 def windows(on_bad_step: Any, fault: str, at: int, **options: Any) -> list[tuple[str, list[Any], bool, list[str]]]:
     """Six windows; in number ``at`` rank 1 has a fault. Each: the error, gradients before the step, whether the step
     changed nothing, what was warned of."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap(on_bad_step, **options)
     optimizer = adam(model)
     seen = []
@@ -132,7 +107,7 @@ def windows(on_bad_step: Any, fault: str, at: int, **options: Any) -> list[tuple
         with journal() as lines:
             error, before = "", whole_state(model, optimizer)
             try:
-                work(model, wire.rank + 1.0, fault if window == at and wire.rank == 1 else "")
+                work(model, communicator.rank + 1.0, fault if window == at and communicator.rank == 1 else "")
             except PeerFailedError as raised:
                 error = f"{type(raised).__name__}: {raised}"
                 model.zero_grad()
@@ -193,7 +168,7 @@ def test_each_policy_for_each_fault(ranks: Ranks, on_bad_step: str, fault: str) 
 
 
 @pytest.mark.breadth
-@on_three_threads
+@on(("threads", 3))
 @pytest.mark.parametrize("on_bad_step", POLICIES)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("at", [0, 1])
@@ -212,9 +187,9 @@ def test_by_default_a_failed_backward_raises_on_all_ranks() -> None:
 
 
 def poisoned_unseen() -> list[Any]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap(None)
-    model(1.0, math.nan if wire.rank == 1 else 0.0).backward()
+    model(1.0, math.nan if communicator.rank == 1 else 0.0).backward()
     return gradients(model)
 
 
@@ -223,8 +198,7 @@ def test_by_default_nobody_looks_and_nan_stays_visible() -> None:
         assert (first, math.isnan(second), third) == (1.0, True, 3.0)
 
 
-# -- all ranks vote to skip, or one alone
-# ------------------------------------------------------------------------------------
+# -- all ranks vote to skip, or one alone ------------------------------------------------------------------------------
 
 
 def all_reject(on_bad_step: str) -> tuple[bool, list[str]]:
@@ -251,7 +225,7 @@ def test_if_all_reject_the_window_is_skipped(world_size: int, on_bad_step: str) 
 
 def weighted_window(weights: list[list[int]], votes: list[bool], known: bool) -> list[Any]:
     """One window after another one: micro-batches of these weights on each rank, some of which vote to skip."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap("drop-rank")
     if known:
         model.backward(model(1.0), weight=3)
@@ -259,14 +233,14 @@ def weighted_window(weights: list[list[int]], votes: list[bool], known: bool) ->
     else:
         model(1.0).backward()
         model.zero_grad()
-    mine = weights[wire.rank]
+    mine = weights[communicator.rank]
     for number, weight in enumerate(mine):
         with model.accumulate(last=number == len(mine) - 1):
-            poison = math.nan if votes[wire.rank] and number == len(mine) // 2 else 0.0
-            model.backward(model(float(weight * (wire.rank + 1)), poison), weight=weight)
+            poison = math.nan if votes[communicator.rank] and number == len(mine) // 2 else 0.0
+            model.backward(model(float(weight * (communicator.rank + 1)), poison), weight=weight)
     came = [gradients(model)]
     model.zero_grad()
-    model.backward(model(wire.rank + 1.0), weight=1)
+    model.backward(model(communicator.rank + 1.0), weight=1)
     return [*came, gradients(model)]
 
 
@@ -287,12 +261,12 @@ def test_the_mean_is_that_of_those_who_take_part(weights: list[list[int]], votes
 
 def plain_windows(votes: list[list[bool]]) -> list[list[Any]]:
     """Windows without weights, of two micro-batches that add up; some ranks vote to skip."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap("drop-rank")
     seen = []
     for window in votes:
         with model.no_sync():
-            model(wire.rank + 1.0, math.inf if window[wire.rank] else 0.0).backward()
+            model(communicator.rank + 1.0, math.inf if window[communicator.rank] else 0.0).backward()
         model(1.0).backward()
         seen.append(gradients(model))
         model.zero_grad()
@@ -312,7 +286,7 @@ def test_plain_means_are_divided_by_those_who_take_part(votes: list[list[bool]])
 
 def any_windows(on_bad_step: str | None, faults: list[list[str]], framed: bool) -> list[list[float]]:
     """The parameters after each window; in each every rank has the fault that is drawn for it."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap(on_bad_step)
     optimizer = adam(model)
     seen = []
@@ -321,7 +295,7 @@ def any_windows(on_bad_step: str | None, faults: list[list[str]], framed: bool) 
             with model.accumulate(last=False) if framed else model.no_sync():
                 model(window + 1.0).backward()
             with model.accumulate(last=True) if framed else contextlib.nullcontext():
-                work(model, wire.rank + window + 1.0, drawn[wire.rank])
+                work(model, communicator.rank + window + 1.0, drawn[communicator.rank])
                 if framed:
                     optimizer.step()
         except PeerFailedError:
@@ -356,12 +330,12 @@ def test_whatever_happens_replicas_stay_equal(on_bad_step: str | None, faults: l
 
 def accumulate(on_bad_step: str, how: str) -> list[Any]:
     """Three micro-batches; on rank 1 the second has a fault. Then a good window."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap(on_bad_step)
     optimizer = adam(model)
     seen: list[Any] = []
     for window in range(3):
-        before, faulty = whole_state(model, optimizer), window == 1 and wire.rank == 1
+        before, faulty = whole_state(model, optimizer), window == 1 and communicator.rank == 1
         for number in range(3):
             with model.accumulate(last=number == 2) if how != "no_sync" else contextlib.nullcontext():
                 silent = model.no_sync() if how == "no_sync" and number < 2 else contextlib.nullcontext()
@@ -369,8 +343,8 @@ def accumulate(on_bad_step: str, how: str) -> list[Any]:
                     if faulty and number == 1 and how == "abstain":
                         model.abstain("a bad batch")
                     else:
-                        model(wire.rank + 1.0, math.nan if faulty and number == 1 else 0.0).backward()
-        seen.append((gradients(model), wire.rank, window))
+                        model(communicator.rank + 1.0, math.nan if faulty and number == 1 else 0.0).backward()
+        seen.append((gradients(model), communicator.rank, window))
         optimizer.step()
         seen[-1] = (seen[-1][0], same_bits(before, whole_state(model, optimizer)))
         optimizer.zero_grad()
@@ -396,14 +370,14 @@ def test_a_fault_in_one_micro_batch_is_one_of_the_window(ranks: Ranks, on_bad_st
 
 def abstain_in_a_join(on_bad_step: str, how: str) -> tuple[list[float], list[bool]]:
     """Rank 0 has four batches and rank 1 has three; in the second one rank 0 abstains, before or after its forward."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = gradsync.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), on_bad_step=on_bad_step)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch, skipped = torch.tensor([[1.0, 2.0], [0.0, 1.0]]) + wire.rank, []
+    batch, skipped = torch.tensor([[1.0, 2.0], [0.0, 1.0]]) + communicator.rank, []
     with model.join():
-        for number in range(4 - wire.rank):
+        for number in range(4 - communicator.rank):
             silent = model.no_sync() if how == "no_sync" else contextlib.nullcontext()
-            faulty = number == 1 and wire.rank == 0
+            faulty = number == 1 and communicator.rank == 0
             with silent:
                 if faulty and how != "after":
                     model.abstain("a bad batch")
@@ -430,17 +404,17 @@ def test_a_rank_may_abstain_in_a_join(on_bad_step: str, how: str) -> None:
 
 def step_two_optimizers() -> list[tuple[bool, bool]]:
     """Whether steps were skipped, and parameters stayed; rank 1 abstains from the second of four windows."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap("skip")
     parameters = list(model.parameters())
     optimizers = [torch.optim.Adam(parameters[:1]), torch.optim.SGD(parameters[1:], lr=0.1, momentum=0.9)]
     seen = []
     for window in range(4):
         before = [parameter.detach().clone() for parameter in parameters]
-        if window == 1 and wire.rank == 1:
+        if window == 1 and communicator.rank == 1:
             model.abstain("a bad batch")
         else:
-            model(wire.rank + 1.0, 0.0).backward()
+            model(communicator.rank + 1.0, 0.0).backward()
         for optimizer in optimizers:
             optimizer.step()
         same = all(torch.equal(*each) for each in zip(before, parameters, strict=True))
@@ -458,14 +432,14 @@ def test_a_window_is_skipped_by_all_optimizers(ranks: Ranks) -> None:
 
 def two_backwards() -> tuple[bool, bool, list[str]]:
     """A step after two synchronized backwards, of which the first fails on rank 1 and is rejected by that."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap("skip")
     optimizer = adam(model)
     before = whole_state(model, optimizer)
     with journal() as lines:
         with contextlib.suppress(Explosion):
-            model(1.0, lit=wire.rank == 1).backward()
-        if wire.rank == 1:
+            model(1.0, lit=communicator.rank == 1).backward()
+        if communicator.rank == 1:
             model.zero_grad()
         model(2.0).backward()
         optimizer.step()
@@ -486,16 +460,16 @@ def test_a_window_stays_rejected_until_its_gradients_go() -> None:
 
 def skipped_then_failed() -> list[bool]:
     """A window that is skipped, and one whose backward fails on rank 1, which all zero."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap(None)
     optimizer = adam(model)
     seen = []
     for window in range(3):
         try:
-            if window == 0 and wire.rank == 1:
+            if window == 0 and communicator.rank == 1:
                 model.abstain()
             else:
-                model(1.0, lit=window == 1 and wire.rank == 1).backward()
+                model(1.0, lit=window == 1 and communicator.rank == 1).backward()
         except (Explosion, PeerFailedError):
             model.zero_grad()
         optimizer.step()
@@ -532,13 +506,13 @@ class Mixed(nn.Module):
 
 
 def look(poisoned: str, value: float, on_bad_step: str) -> str:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap(on_bad_step, Mixed())
     for _ in range(3):
         model().backward()
         model.zero_grad()
     with journal() as lines:
-        model(**{poisoned: value if wire.rank == 1 else 1.0}).backward()
+        model(**{poisoned: value if communicator.rank == 1 else 1.0}).backward()
         assert model.module.unused.grad is None
     return "\n".join(lines)
 
@@ -564,10 +538,10 @@ def test_a_sum_that_overflows_is_no_skip_vote() -> None:
 
 
 def first_of_two() -> str:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap("raise", nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
     try:
-        model(torch.full((1, 4), math.nan if wire.rank else 1.0)).sum().backward()
+        model(torch.full((1, 4), math.nan if communicator.rank else 1.0)).sum().backward()
     except BadStepError as error:
         return str(error)
     return ""
@@ -583,16 +557,16 @@ def test_the_first_parameter_of_the_model_is_named(process_ranks: RankPool) -> N
 
 
 def clip() -> list[Any]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap("skip")
     optimizer = adam(model)
     seen: list[Any] = []
     for window in range(4):
         before = whole_state(model, optimizer)
-        if window == 2 and wire.rank == 0:
+        if window == 2 and communicator.rank == 0:
             model.abstain()
         else:
-            model(wire.rank + 1.0).backward()
+            model(communicator.rank + 1.0).backward()
         norm = float(model.clip_grad_norm_(1.0))
         optimizer.step()
         seen.append((norm, same_bits(before, whole_state(model, optimizer))))
@@ -608,7 +582,7 @@ def test_clipping_finds_zeros() -> None:
 
 
 def by_closure(kind: str) -> list[bool]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap("skip", nn.Linear(3, 1).double())
     parameters = list(model.parameters())
     for parameter in parameters:
@@ -623,9 +597,9 @@ def by_closure(kind: str) -> list[bool]:
     for window in range(4):
         before = [parameter.detach().clone() for parameter in parameters]
 
-        def closure(faulty: bool = window == 2 and wire.rank == 1) -> Any:
+        def closure(faulty: bool = window == 2 and communicator.rank == 1) -> Any:
             optimizer.zero_grad()
-            loss = model(torch.ones(1, 3).double() * (wire.rank + 1)).square().sum()
+            loss = model(torch.ones(1, 3).double() * (communicator.rank + 1)).square().sum()
             (loss * (math.nan if faulty else 1.0)).backward()
             return loss
 
@@ -641,17 +615,17 @@ def test_a_closure_is_skipped_too(kind: str) -> None:
 
 
 def scaled(on_bad_step: str | None, fault: str, kind: str = "plain") -> list[Any]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap(on_bad_step, Line(dtype=torch.float32))
     optimizer = adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     seen = []
     for window in range(5):
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        if window == 2 and wire.rank == 1 and fault == "abstain":
+        if window == 2 and communicator.rank == 1 and fault == "abstain":
             model.abstain()
         else:
-            poison = math.inf if window == 2 and wire.rank == 1 else 0.0
+            poison = math.inf if window == 2 and communicator.rank == 1 else 0.0
             scaler.scale(model(1.0, poison)).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -675,17 +649,17 @@ def test_a_scaler_does_not_by_a_rank_that_abstains(on_bad_step: str | None) -> N
 
 
 def sharded(on_bad_step: str, fault: str) -> list[Any]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap(on_bad_step, nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double())
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
     seen: list[Any] = []
     for window in range(6):
-        faulty = window == 3 and wire.rank == 1
+        faulty = window == 3 and communicator.rank == 1
         try:
             if faulty and fault == "abstain":
                 model.abstain()
             else:
-                out = model(torch.ones(2, 6).double() * (wire.rank + 1))
+                out = model(torch.ones(2, 6).double() * (communicator.rank + 1))
                 (Fuse.apply(out, faulty and fault == "backward").sum() * (math.nan if faulty else 1.0)).backward()
         except Explosion:
             optimizer.zero_grad()
@@ -710,7 +684,7 @@ def test_the_shares_of_a_sharded_optimizer_stay_as_they_are(ranks: Ranks, fault:
 
 def alike(kind: str, on_bad_step: str, dtype: torch.dtype, set_to_none: bool) -> list[list[torch.Tensor]]:
     """Six windows: rank 1 abstains from the third, and has gradients that are not finite in the fourth."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     torch.manual_seed(2)
     wide = torch.float32 if dtype is torch.bfloat16 else None
     model = wrap(on_bad_step, nn.Linear(6, 5).to(dtype), accumulation_dtype=None if kind == "sharded" else wide)
@@ -719,11 +693,11 @@ def alike(kind: str, on_bad_step: str, dtype: torch.dtype, set_to_none: bool) ->
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
     seen = []
     for window in range(6):
-        x = torch.full((2, 6), wire.rank + window + 1.0, dtype=dtype)
-        if window == 2 and wire.rank == 1:
+        x = torch.full((2, 6), communicator.rank + window + 1.0, dtype=dtype)
+        if window == 2 and communicator.rank == 1:
             model.abstain()
         else:
-            poison = math.nan if window == 3 and wire.rank == 1 else 1.0
+            poison = math.nan if window == 3 and communicator.rank == 1 else 1.0
             (model(x).square().mean() * poison).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -731,34 +705,32 @@ def alike(kind: str, on_bad_step: str, dtype: torch.dtype, set_to_none: bool) ->
     return seen
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "set_to_none"), [(torch.float64, True), (torch.float64, False), (torch.bfloat16, True)], ids=str
+)
 @pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
-def test_a_sharded_optimizer_does_what_a_plain_one_does(on_bad_step: str, set_to_none: bool) -> None:
-    plain = ThreadRanks(3).run(alike, "plain", on_bad_step, torch.float64, set_to_none)[0]
-    for shared in ThreadRanks(3).run(alike, "sharded", on_bad_step, torch.float64, set_to_none):
-        torch.testing.assert_close(shared, plain, rtol=1e-12, atol=1e-15)
-    same = [all(map(torch.equal, *pair)) for pair in pairwise(plain)]
-    assert same == [False, *([on_bad_step == "skip"] * 2), False, False]
-
-
-@pytest.mark.parametrize("on_bad_step", ["skip", "drop-rank"])
-def test_narrow_gradients_are_rejected_too(on_bad_step: str) -> None:
-    first, *others = ThreadRanks(3).run(alike, "plain", on_bad_step, torch.bfloat16, True)
+def test_a_sharded_optimizer_does_what_a_plain_one_does(
+    on_bad_step: str, dtype: torch.dtype, set_to_none: bool
+) -> None:
+    """Narrow gradients are rejected on all ranks alike."""
+    first, *others = ThreadRanks(3).run(alike, "plain", on_bad_step, dtype, set_to_none)
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
+    for shared in ThreadRanks(3).run(alike, "sharded", on_bad_step, dtype, set_to_none) if dtype.itemsize > 2 else ():
+        torch.testing.assert_close(shared, first, rtol=1e-12, atol=1e-15)
     same = [all(map(torch.equal, *pair)) for pair in pairwise(first)]
     assert same == [False, *([on_bad_step == "skip"] * 2), False, False]
 
 
 def zeroed(kind: str, set_to_none: bool) -> list[bool]:
     """The second window is rejected, and zeroed on all ranks without a step."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap("skip", nn.Linear(6, 5))
     optimizer = adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
     seen = []
     for window in range(4):
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        if window == 1 and wire.rank == 1:
+        if window == 1 and communicator.rank == 1:
             model.abstain()
         else:
             model(torch.ones(2, 6)).square().mean().backward()
@@ -776,7 +748,7 @@ def test_zeroing_ends_a_rejected_window_as_a_step_does(kind: str, set_to_none: b
 
 
 def prepared() -> list[Any]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     policy = gradsync.SyncPolicy(on_bad_step="skip")
     accelerator = gradsync.Accelerator(
         cpu=computes_on_cpu(),
@@ -788,7 +760,7 @@ def prepared() -> list[Any]:
     model, optimizer, scheduler = accelerator.prepare(module, optimizer, scheduler)
     seen = []
     for window in range(3):
-        accelerator.backward(model(1.0, math.nan if window == 1 and wire.rank == 1 else 0.0))
+        accelerator.backward(model(1.0, math.nan if window == 1 and communicator.rank == 1 else 0.0))
         optimizer.step()
         scheduler.step()
         seen.append((accelerator.optimizer_step_was_skipped, optimizer.param_groups[0]["lr"]))
@@ -804,7 +776,7 @@ def test_an_accelerator_tells_and_its_scheduler_waits() -> None:
 
 def compressed(reduction: str, fault: str) -> list[list[float]]:
     """A window more in the middle, which is rejected, changes nothing of what is held back for later."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(40, 40, bias=False), on_bad_step="skip", reduction=reduction)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -812,11 +784,11 @@ def compressed(reduction: str, fault: str) -> list[list[float]]:
         if window == 4 and not fault:
             continue
         optimizer.zero_grad()
-        x = torch.sin(torch.arange(40.0) * (wire.rank + window + 1))
-        if window == 4 and wire.rank and fault == "abstain":
+        x = torch.sin(torch.arange(40.0) * (communicator.rank + window + 1))
+        if window == 4 and communicator.rank and fault == "abstain":
             model.abstain()
         else:
-            (model(x).square().sum() * (math.nan if window == 4 and wire.rank else 1.0)).backward()
+            (model(x).square().sum() * (math.nan if window == 4 and communicator.rank else 1.0)).backward()
         optimizer.step()
     return model.module.weight.tolist()
 
@@ -832,15 +804,15 @@ def test_what_a_compression_holds_back_is_not_spoiled(reduction: str, fault: str
 
 
 def after_raise() -> tuple[str, list[Any]]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = wrap("raise")
     optimizer = adam(model)
     with pytest.raises(BadStepError, match="on rank 1 is not finite"):
-        model(1.0, math.nan if wire.rank == 1 else 0.0).backward()
+        model(1.0, math.nan if communicator.rank == 1 else 0.0).backward()
     with pytest.raises(MisuseError) as refused:
         optimizer.step()
     optimizer.zero_grad()
-    model(wire.rank + 1.0).backward()
+    model(communicator.rank + 1.0).backward()
     return str(refused.value), gradients(model)
 
 
@@ -866,11 +838,11 @@ def test_it_is_too_late_to_abstain_after_the_backward() -> None:
 
 
 def attached() -> bool:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     module = Line()
     attachment = synchronize_gradients(module, on_bad_step="skip")
     optimizer = adam(module)
-    if wire.rank:
+    if communicator.rank:
         attachment.abstain("nothing to learn from")
     else:
         module(1.0).backward()

@@ -77,15 +77,15 @@ def new_state() -> PowerSGDState:
 
 def held_back(model: DistributedDataParallel, state: PowerSGDState) -> list[torch.Tensor]:
     """By parameter, the mean over ranks."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     kept = {id(parameter): torch.zeros_like(parameter) for parameter in model.parameters()}
     for index, error in state.error_dict.items():
         bucket = model.synchronizer.buckets[index]
         for parameter, view in zip(bucket.parameters, bucket.views_of(error), strict=True):
             kept[id(parameter)] = view.clone()
     for error in kept.values():
-        wire.all_reduce(error).wait()
-    return [kept[id(parameter)] / wire.world_size for parameter in model.parameters()]
+        communicator.all_reduce(error).wait()
+    return [kept[id(parameter)] / communicator.world_size for parameter in model.parameters()]
 
 
 def run(model: Any, steps: range, sent: list[torch.Tensor]) -> None:

@@ -1,6 +1,7 @@
 """``optimizer.step(closure)``: the backward that ends a window may run inside the step, as Lightning has it."""
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 import gradsync
 from gradsync import MisuseError
 from gradsync.communicator import choose_communicator
+from tests.core.common import on
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,22 +38,21 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def train(micro_batches: int, how: str) -> list[torch.Tensor]:
-    """All micro-batches but the last under no_sync(), the last inside step()."""
-    rank = choose_communicator().rank
-    model: Any = gradsync.DistributedDataParallel(make_model(), bucket_cap_mb=1e-4)
+def run_steps(model: Any, micro_batches: int, ranks: Sequence[int], how: str) -> list[torch.Tensor]:
+    """All micro-batches of these ranks, those but the last under no_sync(), the last inside step()."""
     optimizer = make_optimizer(model.parameters())
     for step in range(STEPS):
 
         def backward(micro: int, step: int = step) -> torch.Tensor:
-            loss = model(batch(step, micro, rank)).square().mean() / micro_batches
+            losses = [model(batch(step, micro, rank)).square().mean() for rank in ranks]
+            loss = torch.stack(losses).mean() / micro_batches
             if micro == 0:
                 optimizer.zero_grad()
             loss.backward()
             return loss
 
         for micro in range(micro_batches - 1):
-            with model.no_sync():
+            with model.no_sync() if how != "alone" else nullcontext():
                 backward(micro)
 
         def closure(backward: Any = backward) -> torch.Tensor:
@@ -65,34 +66,15 @@ def train(micro_batches: int, how: str) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def train_alone(micro_batches: int, world_size: int) -> list[torch.Tensor]:
-    model = make_model()
-    optimizer = make_optimizer(model.parameters())
-    for step in range(STEPS):
-
-        def backward(micro: int, step: int = step) -> torch.Tensor:
-            losses = [model(batch(step, micro, rank)).square().mean() for rank in range(world_size)]
-            loss = torch.stack(losses).mean() / micro_batches
-            if micro == 0:
-                optimizer.zero_grad()
-            loss.backward()
-            return loss
-
-        for micro in range(micro_batches - 1):
-            backward(micro)
-
-        def closure(backward: Any = backward) -> torch.Tensor:
-            loss: torch.Tensor = backward(micro_batches - 1)
-            return loss
-
-        optimizer.step(closure)
-    return [parameter.detach().clone() for parameter in model.parameters()]
+def train(micro_batches: int, how: str) -> list[torch.Tensor]:
+    model = gradsync.DistributedDataParallel(make_model(), bucket_cap_mb=1e-4)
+    return run_steps(model, micro_batches, [choose_communicator().rank], how)
 
 
 @pytest.mark.parametrize("how", ["by place", "by name"])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_the_last_micro_batch_may_run_inside_the_step(ranks: Ranks, micro_batches: int, how: str) -> None:
-    expected = train_alone(micro_batches, ranks.world_size)
+    expected = run_steps(make_model(), micro_batches, range(ranks.world_size), "alone")
     for ours in ranks.run(train, micro_batches, how):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
@@ -119,7 +101,7 @@ class CallsTwice(torch.optim.Optimizer):
 
 
 def call_twice() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     plain = make_model()
     twin = copy.deepcopy(plain)
     model: Any = gradsync.DistributedDataParallel(plain, bucket_cap_mb=1e-4)
@@ -127,17 +109,17 @@ def call_twice() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Ten
 
     def closure() -> None:
         optimizer.zero_grad()
-        model(batch(0, 0, wire.rank)).square().mean().backward()
+        model(batch(0, 0, communicator.rank)).square().mean().backward()
 
     optimizer.step(closure)
-    twin(batch(0, 0, wire.rank)).square().mean().backward()
+    twin(batch(0, 0, communicator.rank)).square().mean().backward()
     gradsync.average_gradients(twin)
     return *optimizer.seen, [parameter.grad for parameter in twin.parameters()]  # type: ignore[return-value]
 
 
 def step_without_a_loss() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Inside the step only rank 0 has a backward."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     plain = make_model()
     twin = copy.deepcopy(plain)
     model: Any = gradsync.DistributedDataParallel(plain, bucket_cap_mb=1e-4)
@@ -145,13 +127,13 @@ def step_without_a_loss() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
     def closure() -> None:
         optimizer.zero_grad()
-        loss = model(batch(0, 0, wire.rank)).square().mean()
-        if wire.rank == 0:
+        loss = model(batch(0, 0, communicator.rank)).square().mean()
+        if communicator.rank == 0:
             loss.backward()
 
     optimizer.step(closure)
-    if wire.rank == 0:
-        twin(batch(0, 0, wire.rank)).square().mean().backward()
+    if communicator.rank == 0:
+        twin(batch(0, 0, communicator.rank)).square().mean().backward()
     gradsync.average_gradients(twin)
     return [p.grad for p in model.parameters()], [p.grad for p in twin.parameters()]  # type: ignore[misc]
 
@@ -209,7 +191,7 @@ def abstain_after_an_empty_closure() -> list[bool]:
     return skipped
 
 
-@pytest.mark.parametrize("ranks", [("threads", 2), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
+@on(("threads", 2), ("processes", 2))
 def test_a_closure_that_has_a_forward_alone_ends_its_window(ranks: Ranks) -> None:
     """A rank may abstain from the next one: it is another window, although no gradient was there to be zeroed."""
     assert ranks.run(abstain_after_an_empty_closure) == [[False, False, True, False]] * 2

@@ -12,10 +12,11 @@ from torch import nn
 
 from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
 from gradsync.communicator import choose_communicator
+from gradsync.core.reduction.auto import SIZES_CHOSEN_AFTER
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
 from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer
 from gradsync.optim.sharded.gather import AwaitedParameter
-from gradsync.optim.sharded.mode import DECIDED_AFTER, SETTLED_AFTER, TRIALS
+from gradsync.optim.sharded.mode import DECIDED_AFTER, TRIALS
 from tests.optim.test_sharded import TINY, assert_same, batch, filled, in_threads_and_processes, net, parameters_of
 from tests.ranks import Ranks, ThreadRanks, run_once
 
@@ -538,7 +539,7 @@ def test_auto_takes_what_is_faster_and_stays_exact(
     assert_same([mine["parameters"] for mine in ours], theirs["parameters"])
     tried = [number for number, scattered in enumerate(ours[0]["scattered"]) if scattered]
     # Windows are counted from nought, and a trial begins in the window in which the one before it ends.
-    first, end = SETTLED_AFTER + TRIALS[0] - 1, SETTLED_AFTER + TRIALS[1] - 1
+    first, end = SIZES_CHOSEN_AFTER + TRIALS[0] - 1, SIZES_CHOSEN_AFTER + TRIALS[1] - 1
     assert tried[: end - first] == list(range(first, end))
     assert ours[0]["scattered"][-1] is (chosen == "next-forward")
     assert {mine["chosen"] for mine in ours} == {chosen}
@@ -549,7 +550,7 @@ def test_auto_takes_what_is_faster_and_stays_exact(
 def test_a_choice_is_loaded_and_not_made_again() -> None:
     ranks = ThreadRanks(2)
     saved = ranks.run(choose, "sharded", Clock(2.0, 1.0), DECIDED_AFTER + 2)[0]["saved"]
-    assert saved["mode"] == "next-forward"
+    assert saved["chosen"] == "next-forward"
     loaded = ranks.run(choose, "sharded", Clock(1.0, 2.0), 5, saved)
     assert all(each["chosen"] == "next-forward" and all(each["scattered"]) for each in loaded)
 
@@ -558,7 +559,7 @@ def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gradsync"):
         ThreadRanks(2).run(choose, "sharded", Clock(2.0, 1.0), DECIDED_AFTER + 2)
     assert [record.getMessage() for record in caplog.records] == [
-        "mode auto: the wire works behind the next forward from now on: 1000.0 ms a step, as against 2000.0 ms"
+        "mode auto: communication runs behind the next forward from now on: 1000.0 ms a step, as against 2000.0 ms"
     ]
 
 

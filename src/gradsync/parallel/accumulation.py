@@ -60,7 +60,7 @@ class MicroBatches:
     def __enter__(self) -> None:
         self._finished = False
         for synchronizer in self._synchronizers:
-            synchronizer.enter_block(self._block)
+            synchronizer.pending_work.enter(self._block)
         # Entering may have ended an earlier window that the other ranks had not yet heard about.
         self._before = [synchronizer.ends for synchronizer in self._synchronizers]
 
@@ -87,7 +87,7 @@ class MicroBatches:
                     synchronizer.pending_work.stand_in_for_forward(ends_window=False)
         finally:
             for synchronizer in self._synchronizers:
-                synchronizer.leave_block(self._block)
+                synchronizer.pending_work.leave(self._block)
 
     def _unfinished(self) -> list[Synchronizer]:
         """The models that no backward has synchronized or tried to: a failure that was caught was already reported."""
@@ -104,7 +104,7 @@ class MicroBatches:
         for synchronizer in unfinished:
             before = synchronizer.ends
             try:
-                synchronizer.take_part()
+                synchronizer.pending_work.take_part()
             except GradsyncError as error:
                 if synchronizer.ends == before:
                     synchronizer.pending_work.fail()
@@ -121,7 +121,7 @@ def backward_through(
     before = [synchronizer.ends for synchronizer in synchronizers]
     try:
         for synchronizer in synchronizers:
-            synchronizer.expect_backward()
+            synchronizer.window.expect_backward()
         seed = _count(synchronizers, loss, weight, unit)
         with ExitStack() as announced:
             for synchronizer in synchronizers:

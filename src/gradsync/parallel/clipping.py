@@ -39,9 +39,9 @@ def clip_norm(
 def require_means_of(synchronizers: Iterable[Synchronizer]) -> None:
     """Refuse to touch gradients of an unfinished window; in its last micro-batch it is finished first."""
     for synchronizer in synchronizers:
-        synchronizer.finish_last()
+        synchronizer.pending_work.finish_last()
         require_means(finished=synchronizer.window.finished)
-        synchronizer.engine.sharing.require_means()
+        synchronizer.engine.store.require_means()
 
 
 def synchronizers_of(parameters: Iterable[torch.Tensor]) -> list[Synchronizer]:

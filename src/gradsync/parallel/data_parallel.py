@@ -146,11 +146,11 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
     def _stand_in_for_forward(self, ends_window: bool) -> bool:
         """For a rank without a micro-batch in a window: the first forward of the others has broadcast buffers. In a
         join each of their forwards has asked which ranks have data."""
-        synchronizer, record = self.synchronizer, self.synchronizer.engine.record
+        synchronizer, window = self.synchronizer, self.synchronizer.window
         if self._join_config.enable:
-            has_run = record.any_in_block if synchronizer.in_block else record.any_forward
+            has_run = window.any_in_block if synchronizer.in_block else window.any_forward
             return not has_run and self._miss_forward()
-        if record.any_forward or not ends_window:
+        if window.any_forward or not ends_window:
             return False
         if self.will_sync_module_buffers():
             self._sync_module_buffers()
@@ -305,7 +305,7 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
 
     def current_policy(self) -> SyncPolicy:
         """The policy chosen at wrapping, with later replacements."""
-        client = self.synchronizer.engine.sharing.client
+        client = self.synchronizer.engine.store.client
         # A sharded optimizer stays with the engine it was made for.
         reduction = self.synchronizer.reduction if client is None else client.whole
         return dataclasses.replace(self._policy, reduction=reduction)

@@ -76,7 +76,7 @@ class UnevenInputs(BufferSync):
         )
 
     def join_hook(self, **kwargs: Any) -> "GradientJoinHook":
-        if self.synchronizer.engine.sharing.has_client:
+        if self.synchronizer.engine.store.has_sharing_client:
             raise MisuseError(
                 "join() lets ranks without data leave the loop, and a sharded optimizer needs all of them in every "
                 "step. Give every rank as many steps, and leave out the backward where there is nothing to learn from"

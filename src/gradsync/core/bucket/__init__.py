@@ -6,7 +6,7 @@ Stage 2 on the path of a gradient. ``layout`` is pure data; a ``bucket`` is memo
 """
 
 from gradsync.core.bucket.bucket import Bucket
-from gradsync.core.bucket.layout import BucketCaps, BucketLayout, BucketPlan, ParameterSpec, Slot, plan_layout
+from gradsync.core.bucket.layout import BucketCaps, BucketLayout, BucketPlan, ParameterSpec, plan_layout
 
 __all__ = [
     "Bucket",
@@ -14,6 +14,5 @@ __all__ = [
     "BucketLayout",
     "BucketPlan",
     "ParameterSpec",
-    "Slot",
     "plan_layout",
 ]

@@ -35,7 +35,8 @@ class GradientOrder:
         self.learned = False
         self.running = False
         self._windows = 0
-        self._due = False
+        # Whether the ranks must now agree on the order. The same answer on all ranks.
+        self.due = False
         self._observed: list[int] = []
         self._seen: deque[set[int]] = deque(maxlen=CHECKS_REMEMBERED)
 
@@ -60,7 +61,7 @@ class GradientOrder:
 
     def window_began(self) -> None:
         """Ranks negotiate for a window."""
-        self._due = self._windows > 0 and _is_checked(self._windows)
+        self.due = self._windows > 0 and _is_checked(self._windows)
         self._windows += 1
         self.running = True
 
@@ -88,18 +89,13 @@ class GradientOrder:
         """Whether anything was observed. A window that failed teaches nothing."""
         return bool(self._seen)
 
-    @property
-    def due(self) -> bool:
-        """Whether the ranks must now agree on the order. The same answer on all ranks."""
-        return self._due
-
     def keep(self) -> None:
         """Keep the current order, whatever was observed. All ranks must call this alike."""
-        self._due = False
+        self.due = False
 
     def propose(self) -> list[int]:
         """Ranks are about to agree: the order by what this one has seen."""
-        self._due = False
+        self.due = False
         self.learned = True
         return merge_order(self.order, self._observed, set().union(*self._seen))
 
@@ -179,42 +175,34 @@ class Arrangement:
         self.specs = specs
         self.tuner = tuner
         self._world_size, self._allocate, self._before_gather = world_size, allocate, before_gather
-        self._trainable = [parameter.requires_grad for parameter in parameters]
+        # Which parameters ranks have agreed to train.
+        self.trainable = [parameter.requires_grad for parameter in parameters]
         # Whether ranks agreed on the trained parameters since the buckets were made.
         self.stale = False
         self._absent: frozenset[int] = frozenset()
         self._multiplicity = [1] * len(parameters)
 
     @property
-    def trainable(self) -> list[bool]:
-        """Which parameters ranks have agreed to train."""
-        return self._trainable
-
-    @property
     def trains_more(self) -> bool:
         """Whether a parameter is trained here that was not when ranks last agreed on it."""
-        return any(parameter.requires_grad for parameter in self._frozen)
+        return any(self.parameters[index].requires_grad for index in self._frozen)
+
+    @property
+    def outside_indices(self) -> list[int]:
+        """The parameters whose gradients have no place in a bucket."""
+        return [*self.layout.sparse, *(index for index in self._frozen if self.parameters[index].requires_grad)]
 
     def outside(self) -> list[torch.nn.Parameter]:
-        """The parameters whose gradients have no place in a bucket."""
-        sparse = [self.parameters[index] for index in self.layout.sparse]
-        return sparse + [parameter for parameter in self._frozen if parameter.requires_grad]
-
-    def gradients_outside(self) -> list[tuple[int, str, torch.Tensor | None]]:
-        """Their gradients, each with the index and the name of its parameter."""
-        outside = {id(parameter) for parameter in self.outside()}
-        return [
-            (index, self.specs[index].name, parameter.grad)
-            for index, parameter in enumerate(self.parameters if outside else ())
-            if id(parameter) in outside
-        ]
+        """These parameters themselves."""
+        return [self.parameters[index] for index in self.outside_indices]
 
     def unbucketed(self) -> list[tuple[torch.Tensor, int]]:
         """The gradients of parameters that are trained here and have no place yet, and their versions.
 
         No hook reports such a gradient: comparing with what this returned before a backward shows whether one came.
         """
-        gradients = (parameter.grad for parameter in self._frozen if parameter.requires_grad)
+        frozen = (self.parameters[index] for index in self._frozen)
+        gradients = (parameter.grad for parameter in frozen if parameter.requires_grad)
         return [(gradient, gradient._version) for gradient in gradients if gradient is not None]
 
     def has_gradients(self) -> bool:
@@ -237,7 +225,7 @@ class Arrangement:
             "caps": list(self.caps.caps),
             "from_the_end": self.caps.from_the_end,
             "order": self.order.state_dict(),
-            "trainable": list(self._trainable),
+            "trainable": list(self.trainable),
             "multiplicity": list(self._multiplicity),
             "tuned": 0 if self.tuner is None else self.tuner.rounds,
         }
@@ -246,7 +234,7 @@ class Arrangement:
         """Lay out buckets as they were; :meth:`build` must follow."""
         self.caps = BucketCaps(caps=tuple(state["caps"]), from_the_end=state["from_the_end"])
         self.order.load_state_dict(state["order"])
-        self._trainable = list(state["trainable"])
+        self.trainable = list(state["trainable"])
         self._multiplicity = list(state["multiplicity"])
         if self.tuner is not None:
             self.tuner.rounds = state.get("tuned", 0)
@@ -267,11 +255,7 @@ class Arrangement:
                 chunk, place = bucket.place_of(number)
                 self.places[slot.parameter] = (bucket, chunk, place)
         self.expect_arrivals()
-        self._frozen = [
-            parameter
-            for index, parameter in enumerate(self.parameters)
-            if not self._trainable[index] and index not in self.taken
-        ]
+        self._frozen = [n for n, is_trained in enumerate(self.trainable) if not is_trained and n not in self.taken]
 
     def expect_arrivals(self) -> bool:
         """Have buckets wait for as many gradients of each parameter as were seen: True if that has changed.
@@ -287,21 +271,11 @@ class Arrangement:
             bucket.reopen()
         return changed
 
-    def take_stale(self) -> bool:
-        """Whether ranks agreed on other trained parameters since buckets were made. From now on it is known."""
-        stale, self.stale = self.stale, False
-        return stale
-
-    @property
-    def trained_here(self) -> list[bool]:
-        """Which parameters this rank trains."""
-        return [parameter.requires_grad for parameter in self.parameters]
-
     def train(self, agreed: Sequence[int]) -> bool:
         """Ranks have agreed to train these parameters: True if that has changed."""
-        before = self._trainable
-        self._trainable = [bool(flag) and index not in self.taken for index, flag in enumerate(agreed)]
-        return self._trainable != before
+        before = self.trainable
+        self.trainable = [bool(flag) and index not in self.taken for index, flag in enumerate(agreed)]
+        return self.trainable != before
 
     def tune(self, times: list[float]) -> bool:
         """End the tuner's trial, which took these ``times`` over all ranks: True when buckets must be rebuilt."""
@@ -317,7 +291,7 @@ class Arrangement:
         return [plan.numel * plan.dtype.itemsize for plan in self._plan(caps).buckets]
 
     def _plan(self, caps: BucketCaps) -> BucketLayout:
-        trained = [index for index in self.order.order if self._trainable[index]]
+        trained = [index for index in self.order.order if self.trainable[index]]
         control = self._world_size + Requests.PLACES
         return plan_layout(self.specs, trained, caps, control=control, shares=self.shares, unit=self.unit)
 
@@ -356,4 +330,4 @@ class Arrangement:
     def take_out(self, indices: Iterable[int]) -> None:
         """Give these parameters up to another synchronizer."""
         self.taken.update(indices)
-        self._trainable = [flag and index not in self.taken for index, flag in enumerate(self._trainable)]
+        self.trainable = [flag and index not in self.taken for index, flag in enumerate(self.trainable)]

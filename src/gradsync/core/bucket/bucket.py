@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gradsync.core.bucket.chunk import Chunk, ChunkMember
+from gradsync.core.bucket.chunk import Chunk
 from gradsync.core.bucket.layout import BucketPlan, ParameterSpec, Slot
 
 __all__ = ["Bucket"]
@@ -54,8 +54,8 @@ class Bucket:
         self.reopen()
 
     def __repr__(self) -> str:
-        full, settled = sum(chunk.full for chunk in self.chunks), sum(chunk.scaled for chunk in self.chunks)
-        return f"Bucket({self.describe()}; {full} of {len(self.chunks)} chunks full, {settled} settled)"
+        full, scaled = sum(chunk.full for chunk in self.chunks), sum(chunk.scaled for chunk in self.chunks)
+        return f"Bucket({self.describe()}; {full} of {len(self.chunks)} chunks full, {scaled} scaled)"
 
     def describe(self) -> str:
         """A description of this bucket for errors and logs."""
@@ -76,13 +76,9 @@ class Bucket:
         return runs
 
     def _make_chunk(self, first: int, end: int) -> Chunk:
-        members = [
-            ChunkMember(parameter, spec.name, view)
-            for parameter, spec, view in zip(
-                self.parameters[first:end], self.specs[first:end], self.views[first:end], strict=True
-            )
-        ]
-        return Chunk(members, self.buffer[self._starts[first] : self._starts[end]], self.flags[first:end], first)
+        slots, names = slice(first, end), [spec.name for spec in self.specs[first:end]]
+        memory = self.buffer[self._starts[first] : self._starts[end]]
+        return Chunk(self.parameters[slots], names, self.views[slots], memory, self.flags[slots], first)
 
     def before_gather(self, callback: Callable[[Sequence[torch.nn.Parameter]], None]) -> None:
         """Have ``callback`` called with the parameters of each chunk before its gradients are gathered."""
@@ -130,7 +126,7 @@ class Bucket:
             chunk.expect_absent(frozenset(slot - chunk.first for slot in slots if slot in inside))
 
     @property
-    def has_wire(self) -> bool:
+    def sends(self) -> bool:
         """False when there is nothing to send: every slot is absent and the control flags are in a different bucket."""
         return len(self.absent) < len(self.views) or self.plan.control > 0
 
@@ -170,7 +166,7 @@ class Bucket:
             self.flat = self._whole
         empty = self.empty
         self.unused = frozenset(empty)
-        if empty and self.has_wire:
+        if empty and self.sends:
             # The only place where the host reads what was received, and only on a rank with unused parameters.
             somebody_has = (self.flags > 0).tolist()
             self.unused = frozenset(slot for slot in empty if not somebody_has[slot])

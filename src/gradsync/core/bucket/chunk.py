@@ -12,13 +12,13 @@ synchronization, in the same pass where that is possible.
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from gradsync.base.errors import LateGradientError, MisuseError
 
-__all__ = ["LATE_REMEDY", "Chunk", "ChunkMember", "gradients_of"]
+__all__ = ["LATE_REMEDY", "Chunk", "gradients_of"]
 
 # Above this mean size it is cheaper to scale each gradient while it is copied than to scale the chunk in a further
 # pass; below it the cost of an operation per gradient weighs more than the pass.
@@ -30,27 +30,24 @@ LATE_REMEDY = (
 )
 
 
-class ChunkMember(NamedTuple):
-    """A parameter of a bucket, with its name and the view of the bucket that becomes its gradient."""
-
-    parameter: torch.nn.Parameter
-    name: str
-    view: torch.Tensor
-
-
 class Chunk:
-    """The gradients of ``members``, whose views fill ``memory``; the first has slot ``first`` of the bucket.
+    """The gradients of ``parameters``, each with its name and the view of the bucket that becomes its gradient.
 
+    The views fill ``memory``; the first has slot ``first`` of the bucket.
     ``flags`` tell the other ranks which slots have a gradient here; see :mod:`gradsync.core.bucket.layout`.
     """
 
-    def __init__(self, members: Sequence[ChunkMember], memory: torch.Tensor, flags: torch.Tensor, first: int) -> None:
-        self.parameters = [member.parameter for member in members]
-        self.names = [member.name for member in members]
-        self.views = [member.view for member in members]
-        self.memory = memory
-        self.flags = flags
-        self.first = first
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        views: Sequence[torch.Tensor],
+        memory: torch.Tensor,
+        flags: torch.Tensor,
+        first: int,
+    ) -> None:
+        self.parameters, self.names, self.views = list(parameters), list(names), list(views)
+        self.memory, self.flags, self.first = memory, flags, first
         self.arrivals_expected = [1] * len(self.parameters)
         self.before_gather: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
         self._waiting = list(self.arrivals_expected)

@@ -27,7 +27,7 @@ __all__ = [
     "Requests",
     "failed_ranks",
     "raise_for",
-    "raise_for_unheard",
+    "raise_for_unknown",
     "reads_at_once",
     "set_control_flags",
 ]
@@ -82,7 +82,7 @@ class Requests:
         return cls(**asked, late=late > 0, known=reading == everybody)
 
     @property
-    def unheard(self) -> bool:
+    def unknown(self) -> bool:
         """Whether there is a request that not all ranks know of."""
         return (self.weights or self.trained or self.rejected) and not self.known
 
@@ -100,7 +100,7 @@ class Requests:
         return [place for place, is_marked in asked if is_marked]
 
 
-# What happened to gradients where this rank hears one window late; empty where it hears in time.
+# What happened to gradients where this rank learns of it one window late; empty where it learns in time.
 STEPPED = (
     " An optimizer that gradsync does not see may have used them since then, and parameters may differ over ranks by "
     "now: go on from the last checkpoint."
@@ -133,20 +133,20 @@ def raise_for(failed: Sequence[int], since: str = "") -> None:
         )
 
 
-def raise_for_unheard(requests: Requests, since: str = "") -> None:
-    """Where not all ranks read requests at once: raise if there are some that other ranks have not heard of."""
-    if not requests.unheard:
+def raise_for_unknown(requests: Requests, since: str = "") -> None:
+    """Where not all ranks read requests at once: raise if there are some that other ranks do not know of."""
+    if not requests.unknown:
         return
     if requests.rejected:
         raise PeerFailedError(
-            "a rank abstains from a window. On an accelerator the others do not hear of it in time, so gradients are "
+            "a rank abstains from a window. On an accelerator the others do not learn of it in time, so gradients are "
             f"not the mean over all ranks.{since} Wrap the model with on_bad_step='skip', which has all "
             "ranks wait for the control flags, and call zero_grad() before the next backward"
         )
     what = "train a parameter that was frozen before" if requests.trained else "count the micro-batches of a window"
     raise PeerFailedError(
-        f"some ranks {what} and others do not. On an accelerator these do not hear of it in time, so gradients are not "
-        f"the mean over all ranks.{since} Do it on all ranks in the same window, and call zero_grad() before "
+        f"some ranks {what} and others do not. On an accelerator these do not learn of it in time, so gradients are "
+        f"not the mean over all ranks.{since} Do it on all ranks in the same window, and call zero_grad() before "
         "the next backward"
     )
 
@@ -159,8 +159,8 @@ def step_gate(control: torch.Tensor, flags: list[torch.Tensor]) -> torch.Tensor:
     asked = control.numel() + Requests.SKIP
     # The votes, and after them whether some rank is late.
     bad = numbers[:asked].sum()
-    unheard = numbers[Requests.EVERYBODY] - numbers[Requests.KNOWN]
-    bad = torch.addcmul(bad, numbers[asked : Requests.KNOWN].sum(), unheard)
+    unknown = numbers[Requests.EVERYBODY] - numbers[Requests.KNOWN]
+    bad = torch.addcmul(bad, numbers[asked : Requests.KNOWN].sum(), unknown)
     for flag in flags:
         bad = bad + flag.to(control.device, non_blocking=True)
     return torch.gt(bad, 0, out=torch.empty_like(bad))

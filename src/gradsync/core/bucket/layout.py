@@ -59,12 +59,12 @@ class ParameterSpec:
         )
 
     @property
-    def wire_dtype(self) -> torch.dtype:
+    def bucket_dtype(self) -> torch.dtype:
         """Complex numbers are sent as pairs of reals: sums are the same, and every backend supports reals."""
         return self.dtype.to_real() if self.dtype.is_complex else self.dtype
 
     @property
-    def wire_numel(self) -> int:
+    def bucket_numel(self) -> int:
         numel = 1
         for extent in self.shape:
             numel *= extent
@@ -72,7 +72,7 @@ class ParameterSpec:
 
     @property
     def nbytes(self) -> int:
-        return self.wire_numel * self.wire_dtype.itemsize
+        return self.bucket_numel * self.bucket_dtype.itemsize
 
 
 def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -205,7 +205,7 @@ def _fill_forward(specs: Sequence[ParameterSpec], order: Sequence[int], cap: Cal
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     for index in order:
         spec = specs[index]
-        key = (spec.wire_dtype, spec.device)
+        key = (spec.bucket_dtype, spec.device)
         if key in open_groups:
             group, used = open_groups[key]
             if used + spec.nbytes <= room[key] or used < room[key] * NEARLY_EMPTY:
@@ -222,21 +222,21 @@ def _place(
     specs: Sequence[ParameterSpec], group: Sequence[int], index: int, *, control: int, fit: tuple[int, int], cap: int
 ) -> BucketPlan:
     first, shares = specs[group[0]], fit[0]
-    unit = max(1, ALIGNMENT // first.wire_dtype.itemsize)
+    unit = max(1, ALIGNMENT // first.bucket_dtype.itemsize)
     slots: list[Slot] = []
     offset = 0
     for parameter in group:
-        numel = specs[parameter].wire_numel
+        numel = specs[parameter].bucket_numel
         slots.append(Slot(parameter=parameter, offset=offset, numel=numel))
         offset += -(-numel // unit) * unit
     multiple = math.lcm(unit * shares, fit[1])
     offset = -(-offset // multiple) * multiple
     numel = offset + len(slots) + control
     # Equal pieces, none much larger than the cap, and none too small to be worth a collective.
-    pieces = max(numel * first.wire_dtype.itemsize // max(cap, MIN_PIECE_BYTES), 1) if cap else 1
+    pieces = max(numel * first.bucket_dtype.itemsize // max(cap, MIN_PIECE_BYTES), 1) if cap else 1
     return BucketPlan(
         index=index,
-        dtype=first.wire_dtype,
+        dtype=first.bucket_dtype,
         device=first.device,
         slots=tuple(slots),
         payload=offset,

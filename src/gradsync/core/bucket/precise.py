@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from gradsync.base.errors import ConfigurationError
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.layout import ParameterSpec
 
-__all__ = ["NARROW", "PreciseGradients", "checked_dtype", "exchange", "restore_gradients", "wide_dtype", "widened"]
+__all__ = ["NARROW", "PreciseGradients", "exchange", "restore_gradients", "wide_dtype", "widened"]
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -96,13 +95,6 @@ def exchange(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     parameter.grad = None
     parameter.grad_dtype = gradient.dtype
     parameter.grad = gradient
-
-
-def checked_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype not in (torch.float32, torch.float64):
-        raise ConfigurationError(
-            f"accumulation_dtype must be torch.float32, torch.float64 or None (the parameters' own), got {dtype!r}"
-        )
 
 
 def wide_dtype(dtype: torch.dtype, accumulation_dtype: torch.dtype | None) -> torch.dtype:

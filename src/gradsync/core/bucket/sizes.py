@@ -95,10 +95,6 @@ class _Trial:
         return statistics.median(self.times)
 
 
-def host_seconds(began: float, ended: float) -> float:
-    return ended - began
-
-
 class BucketTuner:
     """An engine observer that proposes bucket sizes. ``clock`` marks a moment; ``seconds`` is the time between two
     moments."""
@@ -106,7 +102,7 @@ class BucketTuner:
     def __init__(
         self,
         clock: Callable[[], Any] = time.perf_counter,
-        seconds: Callable[[Any, Any], float] = host_seconds,
+        seconds: Callable[[Any, Any], float] = lambda began, ended: ended - began,
     ) -> None:
         self._clock, self._seconds = clock, seconds
         self.rounds = 0

@@ -1,25 +1,17 @@
 """The life of a backward: it begins, its gradients are ready, and it ends with means or fails.
 
-The path of a gradient::
-
-    ready_hooks          a parameter's gradient is ready             stage 1
-    chunk.mark_ready     its slot of a bucket is marked ready         stage 2
-    pipeline             full buckets are scaled and started         stages 3 and 4
-    backward_ended       the rest is started, all are finished       stage 5
-
 The engine decides what kind of backward it is. :mod:`~gradsync.core.engine.exchange` does what all ranks do together,
 and :mod:`~gradsync.core.engine.gradient_store` knows where gradients lie. What happens between two backwards, windows
-and steps, is in :mod:`gradsync.core.engine.synchronizer`. This module knows parameters, not modules.
+and steps, is in :mod:`gradsync.core.engine.synchronizer`. docs/architecture.md draws the path of a gradient.
 
 [Note: which backward synchronizes] This is decided at the first sign of a backward, from ``enabled`` (which ``no_sync``
 turns off) and from what ``enabled`` was when the forward ran. So ``no_sync`` around backward alone suffices. If one
 backward runs through several forwards and one of them synchronizes, the backward does.
 
-[Note: a failed backward] When a backward raises, the synchronization is completed with a vote in the control flags (the
-control flags of the last bucket), so that the other ranks raise too, before the error reaches the user. No rank goes
-on until the half-made gradients have been zeroed. They travel in the last bucket, which therefore starts only
-when backward has ended: otherwise a rank that fails at the very end could no longer tell the others.
-:mod:`gradsync.core.engine.backward_watch` detects the failure.
+[Note: a failed backward] When a backward raises, the synchronization is completed with a vote in the control flags, so
+that the other ranks raise too, before the error reaches the user. No rank goes on until the half-made gradients have
+been zeroed. The flags are in the last bucket, which therefore starts only when backward has ended: otherwise a rank
+that fails at the very end could no longer tell the others. :mod:`gradsync.core.engine.backward_watch` detects it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,8 +37,8 @@ from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.pipeline import Pipeline
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.ready_hooks import ReadyHooks
-from gradsync.core.engine.state import Offer, Phase, Phases, Switches, Told, WindowRecord
-from gradsync.core.window import WindowState, has_nonzero_gradients
+from gradsync.core.engine.state import Phase, Phases, Switches
+from gradsync.core.window import Reported, WindowState, has_nonzero_gradients
 from gradsync.core.window.skip_vote import SkipVote
 
 __all__ = ["BackwardEngine"]
@@ -64,7 +56,7 @@ class BackwardEngine:
         self.options = options
         self.parameters = list(parameters)
         self.communicator = options.communicator
-        self.switches, self.phases, self.record = Switches(), Phases(), WindowRecord()
+        self.switches, self.phases = Switches(), Phases()
         self.skip_vote = SkipVote(options.policy.on_bad_step, options.communicator)
         self.pipeline = Pipeline(options.communicator, options.policy.reduction, self.skip_vote)
         self.arrangement = Arrangement(
@@ -78,8 +70,8 @@ class BackwardEngine:
         )
         self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)
         self.store = store = GradientStore(self.arrangement, self.pipeline, self._hooks, options)
-        self.window, self.sharing, self._sparse = store.window, store.sharing, store.sparse
-        self.exchange = GradientExchange(store, self.phases, self.record, options)
+        self.window, self._sparse = store.window, store.sparse
+        self.exchange = GradientExchange(store, self.phases, options)
         # Whether the weight of the running backward has been counted.
         self._announced = False
         # The state before the running backward of gradients that no hook reports.
@@ -109,7 +101,7 @@ class BackwardEngine:
 
     # -- a backward begins ---------------------------------------------------------------------------------------
 
-    def on_output_gradient(self, forward_synchronizes: bool, forward_task: int, offer: Offer) -> None:
+    def on_output_gradient(self, forward_synchronizes: bool, forward_task: int, abstentions: int) -> None:
         """The gradient of a forward's output is there: a backward has started, or continues."""
         if self.phase is Phase.DETACHED or not accumulates():
             return
@@ -118,8 +110,8 @@ class BackwardEngine:
         if not self.phases.busy and not any(parameter.requires_grad for parameter in self.parameters):
             # All are frozen at the moment, like a discriminator while the generator is trained.
             return
-        if offer.withdrawn:
-            self.record.refuse_backward()
+        if abstentions != self.window.abstentions:
+            self.window.refuse_backward()
         if not self.phases.busy:
             self._begin()
         if self.phase is Phase.LOCAL and self.switches.let_synchronize(forward_synchronizes):
@@ -128,17 +120,17 @@ class BackwardEngine:
     def begin_at_parameter(self, index: int) -> None:
         """No output announced this backward; its first gradient does: :mod:`gradsync.core.engine.backward_watch`."""
         self.exchange.counts_always = True
-        if self.record.has_abstained:
-            self.record.refuse_backward()
+        self.window.expect_backward()
         # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
         if not inside_inner_task():
             self._begin(late=True)
-            if self.switches.let_synchronize(self.record.last_synchronizes is not False):
+            if self.switches.let_synchronize(self.window.last_synchronizes is not False):
                 self.exchange.begin()
         self._hooks.arrivals.append(index)
         place = self.arrangement.places[index]
         if place is None:
-            self.sparse_ready(index)
+            # It is reduced after the buckets.
+            self._sparse.mark_ready(index)
             return
         bucket, chunk, slot = place
         if not self._hooks.per_parameter:
@@ -178,10 +170,6 @@ class BackwardEngine:
     def _join_window(self, *, late: bool = False) -> None:
         self.window.begin_backward(self.buckets, late=late)
         self.store.expect_backward()
-
-    def sparse_ready(self, index: int) -> None:
-        """A gradient that has no place in a bucket; it is reduced after the buckets."""
-        self._sparse.mark_ready(index)
 
     # -- it ends -------------------------------------------------------------------------------------------------
 
@@ -255,19 +243,19 @@ class BackwardEngine:
         self.exchange.raise_late()
 
     def abstained(self) -> None:
-        """All ranks know that this one abstains, or would."""
-        self.record.abstained(self.buckets, self.arrangement.outside())
+        """All ranks know that this one abstains."""
+        self.window.abstained(self.buckets)
 
     def _clear_window(self) -> None:
         """Clear what was noted for one synchronization only, whatever its outcome."""
         self.arrangement.window_ended()
-        self.record.close_window()
+        self.window.close_window()
         self._sparse.clear()
         self._clear_backward()
 
     def _clear_backward(self) -> None:
         self.exchange.give_up_lead()
-        self.record.close_backward()
+        self.window.close_backward()
         self.pipeline.reset()
         if self.options.keeper is not None:
             self.options.keeper.release_all()
@@ -283,10 +271,8 @@ class BackwardEngine:
             self.recover()
 
     def output_unreached(self, forward_synchronizes: bool) -> None:
-        """A backward failed on its way to the output of a forward: on the other ranks it has reached it, or will.
-
-        Or it was refused there, because of what an earlier failure has left behind.
-        """
+        """A backward failed on its way to the output of a forward, which it reaches on the other ranks; or was refused
+        there, because of what an earlier failure has left behind."""
         if self.phases.busy:
             # It had reached the output, and an interrupt has kept it from saying so.
             self.backward_failed(forward_synchronizes)
@@ -294,17 +280,17 @@ class BackwardEngine:
         reaches = any(parameter.requires_grad for parameter in self.parameters)
         if reaches and self.switches.let_synchronize(forward_synchronizes):
             # It is a later backward than the one that the others know of.
-            self.record.told = None
+            self.window.reported = None
             self.fail()
 
     @property
-    def has_told(self) -> bool:
+    def has_reported(self) -> bool:
         """Whether the other ranks know of the failure that broke this engine, and nothing has begun since."""
-        return self.phase is Phase.BROKEN and self.record.told is not None
+        return self.phase is Phase.BROKEN and self.window.reported is not None
 
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, reporting that this rank failed."""
-        if self.phase is Phase.DETACHED or self.has_told:
+        if self.phase is Phase.DETACHED or self.has_reported:
             return
         try:
             with log_errors("taking the gradients back failed"):
@@ -317,16 +303,14 @@ class BackwardEngine:
             self.recover()
 
     def recover(self) -> None:
-        """Complete the synchronization of a failed backward, on this rank or another.
-
-        Works in any phase, and again where an interrupt has cut it short.
-        """
-        window, record, abstained = self.window, self.record, False
-        is_told = self.phase is Phase.SYNCHRONIZING
-        record.told = Told.FAILED if is_told else None
-        if is_told:
+        """Complete the synchronization of a failed backward, on this rank or another. Works in any phase, and again
+        where an interrupt has cut it short."""
+        window, abstained = self.window, False
+        is_reported = self.phase is Phase.SYNCHRONIZING
+        window.reported = Reported.FAILED if is_reported else None
+        if is_reported:
             # An interrupt may come after this rank has exchanged everything and counted that.
-            record.failed += not record.exchanged
+            window.failures += not window.exchanged
             self.exchange.abandon()
             abstained = self.skip_vote.abstains
             # Other ranks may have ended this window successfully, or learn of the failure in the next one. Windows are
@@ -338,7 +322,7 @@ class BackwardEngine:
         self.store.mend_hooks()
         self._hooks.arrivals.clear()
         window.discard()
-        window.is_rejected = is_told and self.skip_vote.tolerates
+        window.is_rejected = is_reported and self.skip_vote.tolerates
         self._clear_window()
         self.phases.leave(Phase.BROKEN)
         if abstained:
@@ -346,9 +330,19 @@ class BackwardEngine:
 
     def raised_on_all(self) -> None:
         """All ranks have raised for a common reason: no rank waits for this one."""
-        self.record.failed += 1
+        self.window.failures += 1
         self.arrangement.drop_gradients()
         self.window.discard()
+
+    def require_attached(self, what: str) -> None:
+        """Refuse to communicate inside a backward, or for another wrapper."""
+        if current_task() != NO_TASK:
+            raise MisuseError(f"{what}() was called inside backward. Call it after backward() has returned")
+        if self.phase is Phase.DETACHED:
+            raise MisuseError(
+                "there is nothing to synchronize: the engine was detached from these parameters, or another wrapper "
+                "has taken them. Use that one, or wrap the model again"
+            )
 
     def require_whole(self) -> None:
         """Refuse to continue with what a failed backward has left behind."""

@@ -20,7 +20,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from gradsync.communicator.logs import LOGGER
-from gradsync.core.engine.state import Offer
 
 __all__ = [
     "NO_TASK",
@@ -66,15 +65,15 @@ def watch_backward(watcher: Watcher) -> None:
 _MARK = "gradsync"
 
 
-def watch_outputs(output: Any, watcher: Watcher, forward_synchronizes: bool, offer: Offer) -> None:
+def watch_outputs(output: Any, watcher: Watcher, forward_synchronizes: bool, abstentions: int) -> None:
     """Notify ``watcher`` when a backward reaches the output of a forward, which has just run. It is also notified of
-    one that fails on its way there, unless the watcher has abstained since."""
+    one that fails on its way there, unless this rank has abstained since, which it had done ``abstentions`` times."""
     task, reference = current_task(), weakref.ref(watcher)
 
     def hook(_: torch.Tensor) -> None:
         listener = reference()
         if listener is not None:
-            listener.on_output_gradient(forward_synchronizes, task, offer)
+            listener.on_output_gradient(forward_synchronizes, task, abstentions)
 
     for tensor in tensors_in(output):
         node: Any = tensor.grad_fn if tensor.requires_grad else None
@@ -82,7 +81,7 @@ def watch_outputs(output: Any, watcher: Watcher, forward_synchronizes: bool, off
             tensor.register_hook(hook)
             if task == NO_TASK:
                 # Several, where one module returns what another has put out.
-                node.metadata.setdefault(_MARK, []).append((reference, forward_synchronizes, offer))
+                node.metadata.setdefault(_MARK, []).append((reference, forward_synchronizes, abstentions))
 
 
 class _Call:
@@ -92,19 +91,19 @@ class _Call:
         self.accumulates = accumulates
         self.begun: list[Watcher] = []
 
-    def tell(self, error: BaseException, roots: "Iterable[torch.Tensor | GradientEdge]") -> None:
+    def notify(self, error: BaseException, roots: "Iterable[torch.Tensor | GradientEdge]") -> None:
         """The call has raised. Notify watchers in the order in which they began, as they would have been notified of
         the end; then those that the call would have reached, in the order in which it would have."""
         marks = _marks_below(roots)
         synchronizing = [watcher for watcher, forward_synchronizes in marks if forward_synchronizes]
-        untold: list[Callable[[], None]] = [
+        unreported: list[Callable[[], None]] = [
             functools.partial(watcher.backward_failed, watcher in synchronizing) for watcher in self.begun
         ]
         unreached = dict.fromkeys(watcher for watcher, _ in marks if watcher not in self.begun)
-        untold += [functools.partial(watcher.output_unreached, watcher in synchronizing) for watcher in unreached]
-        for tell in untold:
+        unreported += [functools.partial(watcher.output_unreached, watcher in synchronizing) for watcher in unreached]
+        for report in unreported:
             try:
-                tell()
+                report()
             except Exception as another:
                 error.add_note(f"gradsync could not tell the other ranks of it: {another}")
 
@@ -117,9 +116,9 @@ def _marks_below(roots: "Iterable[torch.Tensor | GradientEdge]") -> list[tuple[W
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
-        for reference, forward_synchronizes, offer in node.metadata.get(_MARK, ()):
+        for reference, forward_synchronizes, abstentions in node.metadata.get(_MARK, ()):
             watcher = reference()
-            if watcher is not None and not offer.withdrawn:
+            if watcher is not None and abstentions == watcher.window.abstentions:
                 found.append((node._sequence_nr(), watcher, forward_synchronizes))
         following = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= following
@@ -163,7 +162,7 @@ def watch_failures() -> None:
     if inner is None:
         _say_unwatched()
         return
-    if hasattr(inner, "_told_to_gradsync"):
+    if hasattr(inner, "_reports_to_gradsync"):
         return
 
     @functools.wraps(inner)
@@ -177,7 +176,7 @@ def watch_failures() -> None:
             return inner(*args, **kwargs)
         except BaseException as error:
             if call.accumulates and _calls.get(thread, [call])[0] is call:
-                call.tell(error, args[0])
+                call.notify(error, args[0])
             raise
         finally:
             calls = _calls.get(thread, [])
@@ -186,7 +185,7 @@ def watch_failures() -> None:
             if not calls:
                 _calls.pop(thread, None)
 
-    run_backward._told_to_gradsync = True  # type: ignore[attr-defined]
+    run_backward._reports_to_gradsync = True  # type: ignore[attr-defined]
     torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
 
 
@@ -194,7 +193,7 @@ def watch_failures() -> None:
 def _say_unwatched() -> None:
     LOGGER.warning(
         "torch %s has no torch.autograd._engine_run_backward, by which gradsync notices a backward that raises: the "
-        "other ranks hear of it only when this rank next runs a forward or a step, and wait until then",
+        "other ranks learn of it only when this rank next runs a forward or a step, and wait until then",
         torch.__version__,
     )
 

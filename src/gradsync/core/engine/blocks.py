@@ -7,13 +7,13 @@ in a window stands in for it: it takes part in these collectives, and in nothing
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.state import Phase
 from gradsync.core.window import WindowState
 
-__all__ = ["Block", "PendingWork", "RunningBlock", "load_window", "save_window"]
+__all__ = ["Block", "PendingWork", "load_window", "save_window"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -28,86 +28,86 @@ class Block:
     finish_all: Callable[[], None] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entered:
+class _Entered(NamedTuple):
     """A running block: what was enabled before it, and how many windows had been synchronized or had failed."""
 
     block: Block
     enabled: bool
-    synchronized: int
-    failed: int
+    synchronizations: int
+    failures: int
 
 
-class RunningBlock:
-    """Tracks the one block of an engine that has been entered and not left.
+class PendingWork:
+    """What one engine owes the same engine on the other ranks, outside of backwards.
 
-    There is one at a time: entering another means that the one before was left for good. The iterator of an abandoned
-    loop over ``accumulate()`` may still be referenced; its block is then closed at any time, or never.
+    One block is entered at a time: entering another means that the one before was left for good. The iterator of an
+    abandoned loop over ``accumulate()`` may still be referenced; its block is then closed at any time, or never.
     """
 
     def __init__(self, engine: BackwardEngine) -> None:
         self._engine = engine
         self._entered: _Entered | None = None
+        self._stand_in: Callable[[bool], bool] | None = None
+        # The others wait for a synchronization that this rank has abandoned.
+        self._owes_failure = False
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
 
     def enter(self, block: Block) -> None:
-        engine = self._engine
-        if self._entered is not None:
-            self.leave(self._entered.block)
-        self._entered = _Entered(
-            block=block,
-            enabled=engine.switches.enabled,
-            synchronized=engine.record.synchronized,
-            failed=engine.record.failed,
-        )
+        """A micro-batch begins."""
+        engine, window = self._engine, self._engine.window
+        former = self._entered
+        if former is not None:
+            # A loop over accumulate() was left, and its iterator is still referenced.
+            unfinished = window.ends == former.synchronizations + former.failures
+            self._owes_failure |= former.block.synchronizes and unfinished
+        self.finish()
+        if former is not None:
+            self.leave(former.block)
+        self._entered = _Entered(block, engine.switches.enabled, window.synchronizations, window.failures)
         engine.switches.enabled = block.synchronizes and block.finish_all is None
-        engine.window.weights.enter_block(deferred=block.synchronizes and not block.last)
-        engine.record.begin_another()
-        engine.record.any_in_block = False
+        window.weights.enter_block(deferred=block.synchronizes and not block.last)
+        window.begin_another()
+        window.any_in_block = False
         engine.store.expect_backward()
 
     def leave(self, block: Block) -> None:
         """Does nothing if it was already left."""
-        entered = self._entered
-        if entered is None or entered.block is not block:
-            return
-        self._entered = None
-        self._engine.switches.enabled = entered.enabled
-        self._engine.window.weights.leave_block(last=block.last)
+        if self._entered is not None and self._entered.block is block:
+            self._engine.switches.enabled = self._entered.enabled
+            self._entered = None
+            self._engine.window.weights.leave_block(last=block.last)
 
     @property
-    def is_finished(self) -> bool:
+    def block_is_finished(self) -> bool:
         """Whether the running block has been synchronized: leaving it will do nothing more."""
-        return self._entered is not None and self._entered.synchronized != self._engine.record.synchronized
+        return self._entered is not None and self._entered.synchronizations != self._engine.window.synchronizations
 
-    @property
-    def is_owed(self) -> bool:
-        """Whether the other ranks wait for a synchronization of the running block, and have not heard of it."""
-        entered, record = self._entered, self._engine.record
-        if entered is None or not entered.block.synchronizes:
-            return False
-        return (entered.synchronized, entered.failed) == (record.synchronized, record.failed)
-
-    def finish(self, take_part: Callable[[], None]) -> None:
-        """Ensure that the window is synchronized in its last micro-batch, without a backward if there was none."""
+    def finish_last(self) -> None:
+        """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
         if self._entered is None or not self._entered.block.synchronizes:
             return
         engine, block = self._engine, self._entered.block
-        has_failed = engine.phase is Phase.BROKEN or engine.record.failed != self._entered.failed
-        unfinished = engine.window.state is not WindowState.SYNCHRONIZED and not has_failed
+        has_failed = engine.phase is Phase.BROKEN or engine.window.failures != self._entered.failures
         if block.finish_all is not None:
             block.finish_all()
-        elif engine.switches.enabled and unfinished:
-            take_part()
+        elif engine.switches.enabled and engine.window.state is not WindowState.SYNCHRONIZED and not has_failed:
+            self.take_part()
 
+    def take_part(self) -> None:
+        """Finish a window in whose last micro-batch this rank had no backward."""
+        self.stand_in_for_forward()
+        self.synchronize()
 
-class PendingWork:
-    """What one engine owes the same engine on the other ranks."""
-
-    def __init__(self, engine: BackwardEngine) -> None:
-        self._engine = engine
-        self._stand_in: Callable[[bool], bool] | None = None
-        # The others wait for a synchronization that this rank has abandoned.
-        self._owes_failure = False
+    def synchronize(self) -> None:
+        """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
+        engine = self._engine
+        engine.require_attached("synchronize")
+        self.finish()
+        if engine.phases.busy:
+            engine.recover()
+        engine.require_whole()
+        engine.synchronize()
 
     # -- a forward -------------------------------------------------------------------------------------------------
 
@@ -119,25 +119,21 @@ class PendingWork:
     def stand_in_for_forward(self, *, ends_window: bool = True) -> None:
         """Do what the others do in a forward, if this rank has left out one that they count on. Collective then."""
         if self._stand_in is not None and self._stand_in(ends_window):
-            self._engine.record.miss_forward()
+            self._engine.window.miss_forward()
 
     # -- a failure -------------------------------------------------------------------------------------------------
 
     def fail(self) -> None:
         """Take part in the synchronization of the other ranks, reporting that this rank failed."""
         try:
-            if not self._engine.has_told:
+            if not self._engine.has_reported:
                 self.stand_in_for_forward()
         finally:
             self._engine.fail()
 
-    def fail_later(self) -> None:
-        """Do the same, but later: when this rank next touches the model."""
-        self._owes_failure = True
-
-    def has_other_word(self) -> None:
-        """This rank is about to tell the others something other than that it failed."""
-        self._owes_failure = False
+    def fail_later(self, *, owed: bool = True) -> None:
+        """Do the same, but later: when this rank next touches the model. Or no longer, if it is not ``owed``."""
+        self._owes_failure = owed
 
     def finish(self) -> None:
         """This rank touches the model: do the work that was put off."""
@@ -155,7 +151,7 @@ class PendingWork:
 def save_window(engine: BackwardEngine) -> dict[str, Any]:
     """This rank's part of an unfinished window, as plain values: weights, gradients, and the reduction's state."""
     accumulated = engine.window.state is WindowState.UNSYNCHRONIZED
-    engine.pipeline.hear_end()
+    engine.pipeline.await_end()
     gradients = {
         spec.name: parameter.grad.detach().clone()
         for spec, parameter in zip(engine.arrangement.specs, engine.parameters, strict=True)
@@ -183,5 +179,5 @@ def load_window(engine: BackwardEngine, state: dict[str, Any]) -> None:
         bucket.reopen()
     engine.window.weights.load_state_dict(state["weights"])
     engine.window.reopen(engine.buckets, accumulated=state["accumulated"])
-    engine.pipeline.hear_end()
+    engine.pipeline.await_end()
     engine.pipeline.reduction.load_state_dict(state.get("reduction", {}))

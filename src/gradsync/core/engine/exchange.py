@@ -27,9 +27,8 @@ from gradsync.communicator.logs import log_errors
 from gradsync.core.bucket.arrangement import GradientOrder
 from gradsync.core.bucket.control_flags import Requests
 from gradsync.core.engine.gradient_store import GradientStore
-from gradsync.core.engine.pipeline import Division
 from gradsync.core.engine.policy import SynchronizerOptions
-from gradsync.core.engine.state import Phase, Phases, WindowRecord
+from gradsync.core.engine.state import Phase, Phases
 from gradsync.core.window import WindowState
 from gradsync.core.window.replica_check import Comparison
 from gradsync.core.window.skip_vote import WindowVerdict, invalidate
@@ -50,10 +49,8 @@ _leaders: "dict[int, weakref.ref[GradientExchange]]" = {}
 class GradientExchange:
     """The exchanges of one engine with the same engine on the other ranks."""
 
-    def __init__(
-        self, store: GradientStore, phases: Phases, record: WindowRecord, options: SynchronizerOptions
-    ) -> None:
-        self._store, self._phases, self._record = store, phases, record
+    def __init__(self, store: GradientStore, phases: Phases, options: SynchronizerOptions) -> None:
+        self._store, self._phases, self._window = store, phases, store.window
         self._arrangement, self._pipeline, self._weights = store.arrangement, store.pipeline, store.window.weights
         self._communicator = options.communicator
         self._overlaps = options.policy.schedule == "overlapped"
@@ -69,7 +66,7 @@ class GradientExchange:
             value_of = None if options.keeper is None else options.keeper.value_of
             specs = store.arrangement.specs
             self._comparison = Comparison(options.policy.replica_check, specs, options.communicator, value_of)
-        # From the previous window, where it is only heard of in this one.
+        # From the previous window, if it is only known in this one.
         self._late_failure: PeerFailedError | None = None
         self._group, self._reference = id(options.communicator.group or options.communicator), weakref.ref(self)
 
@@ -96,7 +93,7 @@ class GradientExchange:
     def begin(self) -> None:
         """Gradients must go to all ranks: negotiate, if this model leads. Collective then."""
         store, pipeline, order = self._store, self._pipeline, self._arrangement.order
-        self._record.exchanged = False
+        self._window.exchanged = False
         self._phases.enter(Phase.SYNCHRONIZING)
         store.take_back()
         leads = self._take_lead()
@@ -113,7 +110,7 @@ class GradientExchange:
     @property
     def contributes(self) -> bool:
         """Whether this rank has gradients, or is computing them."""
-        return self._phases.task is not None or self._store.window.state is WindowState.UNSYNCHRONIZED
+        return self._phases.task is not None or self._window.state is WindowState.UNSYNCHRONIZED
 
     def _must_count(self) -> bool:
         """Whether the presence of a gradient does not prove that it came in this backward, or the order is needed."""
@@ -121,7 +118,7 @@ class GradientExchange:
         return (
             arrangement.order.observing
             or self.counts_always
-            or self._pipeline.wire_is_seen
+            or self._pipeline.changes_versions
             or arrangement.repeats
             or arrangement.has_gradients()
         )
@@ -145,13 +142,13 @@ class GradientExchange:
                 weights.start(uncounted=self.contributes and not weights.counting)
                 if self._droppable and pipeline.reduction.carries_tail:
                     self._agree_on_absent()
-            pipeline.divide(Division(divisor=weights.divisor(self.divisor), local_scale=weights.local_scale))
+            pipeline.divide(weights.divisor(self.divisor), weights.local_scale)
             pipeline.recount()
 
     def _rearrange(self) -> bool:
         """Rebuild the buckets if ranks agree that it is time: True if gathered gradients must be gathered again."""
         arrangement, order, before = self._arrangement, self._arrangement.order, self._arrangement.trainable
-        held, changed = self._layout_is_held, arrangement.take_stale()
+        held, changed, arrangement.stale = self._layout_is_held, arrangement.stale, False
         if order.due:
             changed = self._agree_on_trained() or changed
             if held:
@@ -168,7 +165,8 @@ class GradientExchange:
 
     def _agree_on_trained(self) -> bool:
         """Train a parameter where any rank does: True if that has changed. Collective."""
-        trained = torch.tensor(self._arrangement.trained_here, dtype=torch.int32, device=self._communicator.device)
+        trained_here = [parameter.requires_grad for parameter in self._arrangement.parameters]
+        trained = torch.tensor(trained_here, dtype=torch.int32, device=self._communicator.device)
         self._communicator.all_reduce(trained, "max").wait()
         return self._arrangement.train(trained.tolist())
 
@@ -176,7 +174,7 @@ class GradientExchange:
         """Do not send gradients that no rank will have. Collective."""
         # Ranks may have run different forwards, or none: only what all of them left out counts.
         parameters = self._arrangement.parameters
-        here = [index for index in self._record.absent if parameters[index].grad is None]
+        here = [index for index in self._window.absent if parameters[index].grad is None]
         self._arrangement.mark_absent(agree_on_absent(self._communicator, here, len(parameters)))
 
     def _tune(self) -> bool:
@@ -204,7 +202,7 @@ class GradientExchange:
 
     def _refuse_other_layout(self) -> None:
         raise MisuseError(
-            "a parameter has begun or ceased to be trained, so buckets must be laid out anew, but "
+            "a parameter has begun or ceased to be trained, so buckets must be laid out again, but "
             f"{self._pipeline.reduction!r} has state that belongs to the buckets as they are. Exchange it for a new "
             "one first, with register_comm_hook or synchronizer.reduce_with, or freeze and unfreeze before the first "
             "window"
@@ -218,24 +216,23 @@ class GradientExchange:
 
         Returns whether there are means: a skipped window may have none.
         """
-        window = self._store.window
         if not self._leads:
             self._take_lead()
             self._negotiate()
-        if window.is_rejected:
+        if self._window.is_rejected:
             self._pipeline.skip_vote.stand()
         self.pace.work_ended()
         # Inside the step of an optimizer gradients are used before anything else can wait for the control flags.
-        has_means = self._exchange(at_once=window.is_stepped_by_closure)
-        self._record.exchanged = True
-        self._record.synchronized += 1
+        has_means = self._exchange(at_once=self._window.is_stepped_by_closure)
+        self._window.exchanged = True
+        self._window.synchronizations += 1
         return has_means
 
     def _exchange(self, *, at_once: bool) -> bool:
         pipeline, weights, skip_vote = self._pipeline, self._weights, self._pipeline.skip_vote
         counts, trains_more = weights.unannounced, self._arrangement.trains_more
         contributes = self.contributes
-        weights.require_told()
+        weights.require_announced()
         contributes = not self._leave_out_own() and contributes
         # Collectives follow, or may; and a rank without gradients has nothing to do but wait.
         asks = counts or trains_more or at_once
@@ -264,7 +261,7 @@ class GradientExchange:
             pipeline.conclude(well=False)
             return False
         late = self._correct(dropped=verdict.dropped if verdict else 0, uncounted=uncounted)
-        divisor = pipeline.division.divisor / pipeline.division.local_scale / late
+        divisor = pipeline.divisor / pipeline.local_scale / late
         self._reduce_outside(divisor if correction is None else divisor / correction)
         pipeline.conclude()
         return True
@@ -274,7 +271,7 @@ class GradientExchange:
         that are left out. Collective, where there is such a thing."""
         weights, pipeline, correction = self._weights, self._pipeline, 1.0
         if pipeline.requests.weights:
-            correction = weights.follow_up(pipeline.division.divisor, uncounted=uncounted) or 1.0
+            correction = weights.follow_up(pipeline.divisor, uncounted=uncounted) or 1.0
         elif dropped and weights.total:
             # The sum that was sent earlier counts what those ranks had.
             correction = weights.follow_up(weights.total, uncounted=uncounted) or 1.0
@@ -288,7 +285,9 @@ class GradientExchange:
         """Check what does not pass through the pipeline; drop this rank's gradients if it is left out of the mean."""
         arrangement, skip_vote = self._arrangement, self._pipeline.skip_vote
         if skip_vote.check is not None:
-            skip_vote.check.look_at(arrangement.gradients_outside())
+            specs, parameters = arrangement.specs, arrangement.parameters
+            outside = arrangement.outside_indices
+            skip_vote.check.look_at((index, specs[index].name, parameters[index].grad) for index in outside)
         if not skip_vote.holds_back:
             return False
         for bucket in arrangement.buckets:
@@ -312,7 +311,7 @@ class GradientExchange:
         if pipeline.requests.late:
             # Ranks raise at the end of this window, for the previous one.
             return WindowVerdict()
-        return pipeline.skip_vote.hear() if pipeline.requests.rejected else None
+        return pipeline.skip_vote.exchange() if pipeline.requests.rejected else None
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:
         """Average what has no place in a bucket: sparse gradients, and those of parameters that are trained again."""
@@ -331,8 +330,8 @@ class GradientExchange:
         sparse.reduce(taken_in, divisor)
 
     def raise_late(self) -> None:
-        """Raise what was heard about the previous window. Not before this one is over: raising earlier would leave the
-        others waiting for this rank, or report a false failure to them."""
+        """Raise what was learned about the previous window. Not before this one is over: raising earlier would leave
+        the others waiting for this rank, or report a false failure to them."""
         error, self._late_failure = self._late_failure, None
         if error is not None:
             raise error
@@ -345,7 +344,7 @@ class GradientExchange:
         if pipeline.section.cut_short and self._communicator.world_size > 1:
             # See [Note: an interrupt] in :mod:`gradsync.core.engine.state`.
             self._communicator.abort(INTERRUPTED)
-        if self._record.exchanged or pipeline.complete:
+        if self._window.exchanged or pipeline.complete:
             return
         if not self._arrangement.order.running:
             # Another model leads. The other ranks negotiate for this one next.
@@ -353,7 +352,7 @@ class GradientExchange:
                 self._take_lead()
                 self._negotiate()
         pipeline.abandon()
-        self._record.exchanged = True
+        self._window.exchanged = True
 
 
 def agree_on_order(order: GradientOrder, communicator: Communicator) -> bool:

@@ -3,10 +3,22 @@
 Many components hold the buckets: hooks, the pipeline, the window, wide gradients, a sharded optimizer. When buckets are
 rebuilt, all of these release the old ones first, so that there is never a second copy of the gradients, and then get
 the new ones.
+
+Where a reduction scatters, each rank has only the mean of its own share of the buckets between two backwards. Meanwhile
+a sharded optimizer uses the buckets' memory: it reads the gradients of its share, and has the new parameters gathered
+into the bucket. It must have left before gradients are written there again::
+
+    backward ──▶ means of shares ──▶ step: new shares ──▶ gathered into the bucket ──▶ parameters ──▶ backward
+                 └───────────────────────── hand_out ── take_back ─────────────────────────────────┘
 """
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
+import torch
+
+from gradsync.base.errors import MisuseError
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.arrangement import Arrangement
 from gradsync.core.bucket.norm import BucketNorms
@@ -14,12 +26,32 @@ from gradsync.core.bucket.precise import PreciseGradients
 from gradsync.core.engine.pipeline import Pipeline
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.ready_hooks import ReadyHooks
-from gradsync.core.engine.sharing import Sharing
 from gradsync.core.reduction import Reduction
+from gradsync.core.reduction.shared_gradient import SharedGradients, is_zeroed, unshare_views
 from gradsync.core.reduction.sparse import SparseGradients
 from gradsync.core.window import Window
 
-__all__ = ["GradientStore"]
+__all__ = ["BucketClient", "GradientStore"]
+
+
+class BucketClient(Protocol):
+    """Interface of a component that uses the buckets between two backwards."""
+
+    # Or would, if there were other ranks.
+    lives_in_buckets: bool
+
+    @property
+    def whole(self) -> Reduction:
+        """The reduction that would be used without it."""
+
+    def leave(self) -> None:
+        """The buckets are needed for gradients: finish what is in flight in them."""
+
+    def move_out(self) -> None:
+        """Release the buckets, which are about to go. Called after :meth:`leave`."""
+
+    def moved(self, buckets: Sequence[Bucket]) -> None:
+        """Buckets were rebuilt. All ranks are here, so collectives are allowed."""
 
 
 class GradientStore:
@@ -33,7 +65,9 @@ class GradientStore:
         dtype = options.policy.accumulation_dtype
         self.window = Window(communicator, arrangement.outside)
         # The owner of the buckets while no backward runs, where each rank has a share of them.
-        self.sharing = Sharing(communicator)
+        self.client: BucketClient | None = None
+        # The gradients that are shared out at the moment.
+        self._shared: SharedGradients | None = None
         # Gradients that have no place in a bucket.
         self.sparse = SparseGradients(parameters, communicator, dtype)
         self._precise = None if dtype is None else PreciseGradients(parameters, dtype)
@@ -54,8 +88,8 @@ class GradientStore:
         # The old buckets go before the new ones come: whatever holds them releases them first.
         self.hooks.remove()
         self.take_back()
-        if self.sharing.client is not None:
-            self.sharing.client.move_out()
+        if self.client is not None:
+            self.client.move_out()
         self.window.means_left_buckets()
         if self._precise is not None:
             self._precise.forget()
@@ -68,8 +102,8 @@ class GradientStore:
             self.observer = self.observer.without(self._tuner)
         self.pipeline.lay(self.arrangement.buckets, self.observer)
         reduction.rebuilt(self.arrangement.layout)
-        if self.sharing.client is not None:
-            self.sharing.client.moved(self.buckets)
+        if self.client is not None:
+            self.client.moved(self.buckets)
         self.hooks.register(self.arrangement.places, per_parameter=True)
 
     def mend_hooks(self) -> None:
@@ -84,7 +118,11 @@ class GradientStore:
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Replace the reduction, between two windows."""
-        self.sharing.require_client_served(scatters=reduction.scatters)
+        if self.has_sharing_client and not reduction.scatters:
+            raise MisuseError(
+                "a sharded optimizer has the buckets of this model, and needs its share of their means. Choose how "
+                "gradients are reduced before you make the optimizer"
+            )
         reduction.examine(self.arrangement.specs)
         self.pipeline.reduce_with(reduction)
         self.norms = None
@@ -102,11 +140,7 @@ class GradientStore:
         if self._precise is not None:
             self._precise.restore()
 
-    # -- ownership and width -----------------------------------------------------------------------------------------
-
-    def take_back(self, *, worthless: bool = False) -> None:
-        """Gradients are about to arrive: nothing else may hold the buckets. See :meth:`Sharing.take_back`."""
-        self.sharing.take_back(self.buckets, worthless=worthless)
+    # -- width -------------------------------------------------------------------------------------------------------
 
     def expect_backward(self) -> None:
         """A backward is near: gradients of narrow parameters must be wide. May be called any number of times."""
@@ -118,11 +152,90 @@ class GradientStore:
         if self._precise is not None and not self.pipeline.reduction.scatters:
             self.window.exchange(self._precise.restore, self.buckets, self._precise.parameters)
 
+    # -- ownership ---------------------------------------------------------------------------------------------------
+
     def hand_out(self) -> None:
         """The window is synchronized: give the means to whatever steps on them."""
-        scatters = self.pipeline.reduction.scatters
-        if self._precise is not None and self.window.finished and not scatters:
+        if self.pipeline.reduction.scatters:
+            self._share_out()
+        elif self._precise is not None and self.window.finished:
             self.window.exchange(partial(self._precise.narrow, self.buckets), self.buckets, self._precise.parameters)
             self.window.means_left_buckets()
-        if scatters:
-            self.sharing.hand_out(self.buckets)
+
+    def _share_out(self) -> None:
+        """Every rank has the means of its share now."""
+        self._shared = SharedGradients(self.pipeline.communicator)
+        for bucket in self.buckets:
+            self._shared.take_in(bucket)
+
+    @property
+    def _are_used_up(self) -> bool:
+        """Whether the gradients are gone, because their memory was overwritten."""
+        return self._shared is not None and self._shared.are_used_up
+
+    def use_up(self) -> None:
+        """The client takes the memory of the gradients, for the step that is about to read them."""
+        if self._are_used_up:
+            # A second step: on zeros, if the gradients were zeroed, and otherwise on nothing that is a gradient.
+            zeroed = [view for bucket in self.buckets for view in bucket.views if is_zeroed(view)]
+            self.take_back()
+            self._share_out()
+            for view in zeroed:
+                view.zeroed = True  # type: ignore[attr-defined]
+        if self._shared is None:
+            self._shared = SharedGradients(self.pipeline.communicator)
+        self._shared.are_used_up = True
+
+    def require_means(self) -> None:
+        """Refuse to clip gradients that are gone."""
+        if self._are_used_up:
+            raise MisuseError(
+                "gradients were to be clipped after optimizer.step(), which has used their memory for new parameters. "
+                "Clip before the step"
+            )
+
+    @property
+    def has_sharing_client(self) -> bool:
+        """Whether an optimizer uses shares, so that all ranks must take part in every step."""
+        return self.client is not None and self.client.lives_in_buckets
+
+    @torch.no_grad()
+    def take_back(self, *, worthless: bool = False) -> None:
+        """Gradients are about to arrive, or buckets to go: nothing else may hold them. May be called any number of
+        times.
+
+        ``worthless``: the gradients belong to a failed window, and nothing is expected of them.
+        """
+        if self.client is not None:
+            self.client.leave()
+        if self._shared is None:
+            return
+        kept = [any(map(_is_kept, bucket.parameters, bucket.views)) for bucket in self.buckets]
+        if self._are_used_up and any(kept) and not worthless:
+            raise MisuseError(
+                "gradients of the window before were not zeroed. The sharded optimizer has used their memory for new "
+                "parameters, so nothing can be added to them, and no step can use them again. Call zero_grad() after "
+                "optimizer.step()"
+            )
+        self._shared = None
+        for bucket, has_means in zip(self.buckets, kept, strict=True):
+            zeroed = [view for view in bucket.views if is_zeroed(view)]
+            unshare_views(bucket)
+            if zeroed:
+                # Not earlier: the memory belonged to the client.
+                torch._foreach_zero_(zeroed)
+            if has_means:
+                self._make_addend(bucket)
+
+    def _make_addend(self, bucket: Bucket) -> None:
+        """Convert shares of a mean into a term whose mean over ranks equals it: more gradients may be added to it."""
+        communicator, share = self.pipeline.communicator, bucket.plan.share
+        rank, payload = communicator.rank, bucket.flat[: bucket.plan.payload]
+        payload[: rank * share].zero_()
+        payload[(rank + 1) * share :].zero_()
+        payload[rank * share : (rank + 1) * share].mul_(communicator.world_size)
+
+
+def _is_kept(parameter: torch.nn.Parameter, view: torch.Tensor) -> bool:
+    """Whether its gradient is still there: neither gone nor zeroed."""
+    return parameter.grad is view and not is_zeroed(view)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from gradsync.communicator import Handle
 from gradsync.core.bucket.bucket import Bucket
 
-__all__ = ["GatherObserver", "LoopObserver", "Observer", "Observers"]
+__all__ = ["LoopObserver", "Observer", "Observers"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -34,15 +34,8 @@ class Observer(Protocol):
         """All gradients are means."""
 
 
-class GatherObserver(Protocol):
-    """An observer that is also notified of the gathers of a sharded optimizer, between backwards."""
-
-    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
-        """New parameters of the bucket are being gathered on all ranks."""
-
-
 class LoopObserver(Protocol):
-    """Further, optional events: what the training loop does around its backwards."""
+    """Further, optional events: what the training loop, and a sharded optimizer, do between backwards."""
 
     def evaluation_began(self) -> None:
         """A forward without gradients is about to run."""
@@ -62,11 +55,23 @@ class LoopObserver(Protocol):
     def step_ended(self, optimizer: Any) -> None:
         """The optimizer has updated them, as far as it does so in its step."""
 
+    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
+        """New parameters of the bucket are being gathered on all ranks."""
+
     def gather_needed(self, bucket: Bucket) -> None:
         """A reader needs a parameter of the bucket that is still being gathered, and waits from now on."""
 
     def gather_arrived(self, bucket: Bucket) -> None:
         """The parameters of the bucket are there, and the waiting readers go on."""
+
+
+def _event(name: str) -> Callable[..., None]:
+    """A method that passes the event on to all observers that have it."""
+
+    def notify(self: "Observers", *args: Any, **kwargs: Any) -> None:
+        self._notify(name, *args, **kwargs)
+
+    return notify
 
 
 class Observers:
@@ -87,65 +92,36 @@ class Observers:
         others = [each for each in self._observers if each is not observer]
         return Observers(*others) if others else None
 
-    def backward_began(self, *, synchronizes: bool) -> None:
-        self._tell("backward_began", synchronizes=synchronizes)
+    # Of Observer.
+    backward_began = _event("backward_began")
+    bucket_ready = _event("bucket_ready")
+    bucket_started = _event("bucket_started")
+    backward_ended = _event("backward_ended")
+    bucket_finished = _event("bucket_finished")
+    synchronization_finished = _event("synchronization_finished")
+    # Of LoopObserver.
+    evaluation_began = _event("evaluation_began")
+    forward_began = _event("forward_began")
+    forward_ended = _event("forward_ended")
+    chunk_full = _event("chunk_full")
+    step_began = _event("step_began")
+    step_ended = _event("step_ended")
+    gather_started = _event("gather_started")
+    gather_needed = _event("gather_needed")
+    gather_arrived = _event("gather_arrived")
 
-    def bucket_ready(self, bucket: Bucket) -> None:
-        self._tell("bucket_ready", bucket)
-
-    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        self._tell("bucket_started", bucket, handle)
-
-    def backward_ended(self) -> None:
-        self._tell("backward_ended")
-
-    def bucket_finished(self, bucket: Bucket) -> None:
-        self._tell("bucket_finished", bucket)
-
-    def synchronization_finished(self) -> None:
-        self._tell("synchronization_finished")
-
-    # Optional events.
-
-    def gather_started(self, bucket: Bucket, handle: Handle) -> None:
-        self._tell("gather_started", bucket, handle)
-
-    def evaluation_began(self) -> None:
-        self._tell("evaluation_began")
-
-    def forward_began(self) -> None:
-        self._tell("forward_began")
-
-    def forward_ended(self) -> None:
-        self._tell("forward_ended")
-
-    def chunk_full(self, bucket: Bucket) -> None:
-        self._tell("chunk_full", bucket)
-
-    def step_began(self) -> None:
-        self._tell("step_began")
-
-    def step_ended(self, optimizer: Any) -> None:
-        self._tell("step_ended", optimizer)
-
-    def gather_needed(self, bucket: Bucket) -> None:
-        self._tell("gather_needed", bucket)
-
-    def gather_arrived(self, bucket: Bucket) -> None:
-        self._tell("gather_arrived", bucket)
-
-    def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
+    def _notify(self, event: str, *args: Any, **kwargs: Any) -> None:
         listeners = self._listeners.get(event)
         if listeners is None:
             listeners = [(each, getattr(each, event)) for each in self._observers if hasattr(each, event)]
             self._listeners[event] = listeners
-        for observer, hear in listeners:
+        for observer, notify in listeners:
             try:
-                hear(*args, **kwargs)
+                notify(*args, **kwargs)
             except Exception:
                 self._observers = tuple(each for each in self._observers if each is not observer)
                 # Build a new dictionary: another thread may be reading this one.
                 self._listeners = {}
                 LOGGER.exception(
-                    "the observer %r raised in %s, and is told nothing any more; training goes on", observer, event
+                    "the observer %r raised in %s, and is not notified any more; training goes on", observer, event
                 )

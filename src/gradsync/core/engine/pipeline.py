@@ -11,7 +11,6 @@ mismatched collectives. Callers with nothing left to wait for call :meth:`Pipeli
 import enum
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -28,7 +27,7 @@ from gradsync.core.bucket.control_flags import (
     Requests,
     failed_ranks,
     raise_for,
-    raise_for_unheard,
+    raise_for_unknown,
     reads_at_once,
     set_control_flags,
     step_gate,
@@ -39,7 +38,7 @@ from gradsync.core.engine.state import CollectiveSection
 from gradsync.core.reduction import Reduction
 from gradsync.core.window.skip_vote import SkipVote
 
-__all__ = ["BucketState", "Division", "Pipeline"]
+__all__ = ["BucketState", "Pipeline"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -56,15 +55,6 @@ class BucketState(enum.Enum):
     REDUCED = "reduced"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Division:
-    """The sum over ranks is divided by ``divisor``; before that, this rank's gradients are multiplied by
-    ``local_scale``, the weight of its micro-batches. See :mod:`gradsync.core.window.weights`."""
-
-    divisor: float
-    local_scale: float = 1.0
-
-
 class Pipeline:
     """The buckets of one synchronizer, and the progress of each through its reduction."""
 
@@ -73,7 +63,9 @@ class Pipeline:
         self.skip_vote = skip_vote
         self.observer: Observers | None = None
         self.buckets: list[Bucket] = []
-        self.division = Division(divisor=float(communicator.world_size))
+        # The sum over ranks is divided by ``divisor``; before that, this rank's gradients are multiplied by
+        # ``local_scale``, the weight of its micro-batches. See :mod:`gradsync.core.window.weights`.
+        self.divisor, self.local_scale = float(communicator.world_size), 1.0
         # What this rank requests in the control flags of the running synchronization, and whose backward it reports as
         # failed.
         self.requests = Requests()
@@ -87,7 +79,7 @@ class Pipeline:
         self._gate: torch.Tensor | None = None
         # Whether the reduction has been given buckets of a window without knowing how it ended, and what their means
         # were multiplied by since.
-        self._owes_an_end = False
+        self._end_is_pending = False
         self._correction: float | torch.Tensor = 1.0
         # The part of a synchronization on this rank that must run as a whole. See [Note: an interrupt].
         self.section = CollectiveSection()
@@ -95,17 +87,17 @@ class Pipeline:
         self.lay([])
 
     def __repr__(self) -> str:
-        states = [self.state_of(bucket).value for bucket in self.buckets]
-        counts = ", ".join(f"{states.count(each.value)} {each.value}" for each in BucketState if each.value in states)
+        states = [self.state_of(bucket) for bucket in self.buckets]
+        counts = ", ".join(f"{states.count(each)} {each.value}" for each in BucketState if each in states)
         return f"Pipeline({counts or 'no'} buckets; {self.reduction!r} over {self.communicator!r})"
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Replace the reduction, between two windows; :meth:`lay` must follow."""
-        self.hear_end()
+        self.await_end()
         self.reduction = reduction
         # Some communicators write into a bucket so that its version changes (Gloo does on GPUs), and torch's hooks may.
         # Versions then reveal nothing about late gradients, and gradients must be counted.
-        self.wire_is_seen = not (reduction.carries_tail or reduction.scatters)
+        self.changes_versions = not (reduction.carries_tail or reduction.scatters)
 
     def lay(self, buckets: Sequence[Bucket], observer: Observers | None = None) -> None:
         """Switch to different buckets."""
@@ -119,7 +111,7 @@ class Pipeline:
         """Reset: nothing is in flight, and nothing was gathered."""
         if self._unread_control is None:
             # Whatever prevented the last window from ending.
-            self._tell_end(well=False)
+            self._end_reduction(well=False)
         self.section.reset()
         self._overlapping = self._batched = False
         self._failed_rank: int | None = None
@@ -171,24 +163,23 @@ class Pipeline:
 
     # -- stage 3: during backward --------------------------------------------------------------------------------
 
-    def divide(self, division: Division) -> None:
+    def divide(self, divisor: float, local_scale: float) -> None:
         """Set what the mean of this synchronization divides by; ranks have agreed on it, or will have."""
-        if division != self.division or not self._scales:
-            self.division = division
+        if (divisor, local_scale) != (self.divisor, self.local_scale) or not self._scales:
+            self.divisor, self.local_scale = divisor, local_scale
             self._scales = [
-                division.local_scale * self.reduction.prescale(bucket, self.communicator, division.divisor)
-                for bucket in self.buckets
+                local_scale * self.reduction.prescale(bucket, self.communicator, divisor) for bucket in self.buckets
             ]
 
     def begin(self, *, overlapping: bool, batched: bool) -> None:
-        """A synchronization begins. ``overlapping``: buckets may start before backward has ended. ``batched``:
-        gradients are not counted, so only the version of a bucket can reveal one that comes too late."""
+        """A synchronization begins. ``overlapping``: buckets may start before backward has ended. ``batched``: only the
+        version of a bucket can reveal a gradient that comes too late, because gradients are not counted."""
         self._overlapping, self._batched = overlapping, batched
         while overlapping and self._next < self._last and not self._missing[self._next]:
             self._start(self.buckets[self._next])
 
     def chunk_overdue(self, bucket: Bucket, chunk: Chunk) -> None:
-        """The chunk's last gradient in the learned order is ready, but not all are: check the chunk again later."""
+        """The gradient that comes last in the learned order is ready, but not all are: check the chunk again later."""
         self._overdue.append((bucket, chunk))
         self._look_again()
 
@@ -239,9 +230,9 @@ class Pipeline:
                 bucket.compact()
             if bucket.plan.control:
                 self._vote()
-            if not bucket.absent or bucket.has_wire:
-                self._owes_an_end, self._correction = True, 1.0
-                handle = self.reduction.start(bucket, self.communicator, self.division.divisor)
+            if not bucket.absent or bucket.sends:
+                self._end_is_pending, self._correction = True, 1.0
+                handle = self.reduction.start(bucket, self.communicator, self.divisor)
                 if LOGGER.isEnabledFor(logging.DEBUG):
                     LOGGER.debug(
                         "rank %d: start %s in %s", self.communicator.rank, bucket.describe(), handle.describe()
@@ -252,7 +243,7 @@ class Pipeline:
             self.observer.bucket_started(bucket, handle)
 
     def _refuse_late(self, bucket: Bucket) -> None:
-        """Detect writes since gradients were scaled: autograd writes through the views, which share the version."""
+        """Autograd has written since gradients were scaled: through the views, which share the bucket's version."""
         raise LateGradientError(
             f"a parameter of {bucket.describe()} received a further gradient when its gradient was already on its way "
             f"to the other ranks. {LATE_REMEDY}"
@@ -263,12 +254,11 @@ class Pipeline:
     def flush(self) -> None:
         """Backward has ended: start all remaining buckets, full or not. Slots without a gradient contribute zeros.
 
-        Late gradients are looked for before the control flags are sent: see [Note: a failed backward] in
-        :mod:`gradsync.core.engine.backward`.
+        Late gradients are looked for before the control flags are sent: [Note: a failed backward] in :mod:`.backward`.
         """
         while self._next < self._last:
             self._start(self.buckets[self._next])
-        for bucket, _ in self._pending if self._batched and not self.wire_is_seen else ():
+        for bucket, _ in self._pending if self._batched and not self.changes_versions else ():
             if self._versions[bucket.index] != bucket.buffer._version:
                 self._refuse_late(bucket)
         while self._next < len(self.buckets):
@@ -278,16 +268,14 @@ class Pipeline:
 
     def finish(self, *, correction: float | torch.Tensor | None = None, norms: BucketNorms | None = None) -> None:
         """Wait for all buckets; afterwards every gradient is the mean. Raises if a rank's backward failed.
-
-        ``correction`` multiplies means that were computed before the divisor was known.
-        """
+        ``correction`` multiplies means that were computed before the divisor was known."""
         if self._tails_apart:
             self._receive_tails()
         if correction is not None:
             self._correction = correction
         for bucket, handle in self._pending:
             # Windows in which gradients are counted anyway find out whether the communicator changes versions.
-            self.wire_is_seen |= not self._batched and self._versions[bucket.index] != bucket.buffer._version
+            self.changes_versions |= not self._batched and self._versions[bucket.index] != bucket.buffer._version
             self._wait(bucket, handle)
             if correction is not None:
                 bucket.payload.mul_(correction)
@@ -303,15 +291,14 @@ class Pipeline:
         """Complete a synchronization whose backward failed here, so that no rank is left waiting.
 
         The other ranks may have started all buckets. This one starts the missing ones, with its vote in the control
-        flags, and all ranks learn that the gradients are worthless. If that fails too, the communicator itself is gone
-        (or the reduction raises on every rank alike), and there is no rank left to tell.
+        flags. If that fails too, the communicator itself is gone (or the reduction raises on every rank alike).
         """
         self._failed_rank = self.communicator.rank
         # The contents of buckets are worthless anyway, and must not be refused again.
         self._batched = False
         with log_errors("sending the remaining buckets failed"):
             # It may have failed before ranks had agreed on the divisor.
-            self.divide(self.division)
+            self.divide(self.divisor, self.local_scale)
             self.flush()
             if self._tails_apart:
                 self._receive_tails()
@@ -339,11 +326,9 @@ class Pipeline:
             self._tails_handle = self.communicator.all_reduce(self._sent_tails)
 
     def _receive_tails(self) -> None:
-        """Wait for the tails. Those that were not sent yet are sent once the reduction has nothing more to send itself.
-
-        A communication hook may start further collectives from the callbacks of its futures. One of the engine's in
-        between would be paired with a different one on the other ranks.
-        """
+        """Wait for the tails. Those not sent yet are sent when the reduction has nothing more to send: a communication
+        hook may start collectives from the callbacks of its futures, and one of the engine's in between would be paired
+        with a different one on other ranks."""
         if self._tails_handle is None:
             for bucket, handle in self._pending:
                 self._wait(bucket, handle)
@@ -367,8 +352,8 @@ class Pipeline:
             bucket.payload.mul_(correction)
 
     def require_alive(self) -> None:
-        """Raise the failure of the communicator, if there is one. On an accelerator the host may not have noticed yet:
-        the kernels of its collectives were aborted, and have left behind something that is not a mean."""
+        """Raise the failure of the communicator, if there is one: on an accelerator its kernels were aborted, and have
+        left behind something that is not a mean, before the host may have noticed."""
         failure = self.communicator.failure
         if failure is not None:
             raise again(failure)
@@ -382,77 +367,72 @@ class Pipeline:
     def _read_control(self) -> None:
         control = self._control
         if reads_at_once(control.device):
-            self.failed, self.requests = self._hear(control.tolist(), late=False)
+            self.failed, self.requests = self._evaluate(control.tolist(), late=False)
         else:
             self.require_alive()
             self._unread_control, self._gate = HostCopy(control), None
 
-    def _hear(self, votes: Sequence[float], since: str = "", *, late: bool = True) -> tuple[list[int], Requests]:
+    def _evaluate(self, votes: Sequence[float], since: str = "", *, late: bool = True) -> tuple[list[int], Requests]:
         """The failed ranks and the requests of all. Raises if a rank's backward has failed, unless that is tolerated;
-        or, where the host hears of it ``late``, if something was requested that not all ranks know of."""
+        or, where the host reads them ``late``, if something was requested that not all ranks know of."""
         failed, requests = failed_ranks(votes), Requests.read(votes)
         try:
             if not self.skip_vote.tolerates:
                 raise_for(failed, since)
             if late:
-                raise_for_unheard(requests, since)
+                raise_for_unknown(requests, since)
         except PeerFailedError:
-            self._tell_end(well=False)
+            self._end_reduction(well=False)
             raise
         return failed, requests
 
     def conclude(self, *, well: bool = True) -> None:
         """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are valid."""
         if self._unread_control is None:
-            self._tell_end(well=well)
+            self._end_reduction(well=well)
 
-    def hear_end(self) -> None:
-        """Tell the reduction how the last window ended: its state is requested, or it is about to be replaced.
-
-        On an accelerator the host waits for that. What was heard is still raised where it has to be.
-        """
-        if self._unread_control is not None and self._owes_an_end:
+    def await_end(self) -> None:
+        """Tell the reduction how the last window ended: its state is requested, or it is about to be replaced. On an
+        accelerator the host waits for that. What was read is still raised where it has to be."""
+        if self._unread_control is not None and self._end_is_pending:
             votes = self._unread_control.wait()
             try:
                 self.require_alive()
-                self._hear(votes)
+                self._evaluate(votes)
             except PeerFailedError:
-                self._tell_end(well=False)
-            self._tell_end(well=True)
+                self._end_reduction(well=False)
+            self._end_reduction(well=True)
 
-    def _tell_end(self, *, well: bool) -> None:
-        if self._owes_an_end:
-            self._owes_an_end = False
+    def _end_reduction(self, *, well: bool) -> None:
+        if self._end_is_pending:
+            self._end_is_pending = False
             self.reduction.ended(well=well, correction=self._correction)
 
     def await_requests(self) -> None:
-        """On an accelerator, where a rank knows only what it requested itself: wait for what others did.
-
-        Those may include ranks that do not wait. Then nothing can be done that requires all ranks.
-        """
+        """On an accelerator, where a rank knows only what it requested itself: wait for what others did. If some of
+        them do not wait, nothing can be done that requires all ranks."""
         if self._unread_control is not None:
             control, self._unread_control = self._unread_control.wait(), None
             self.require_alive()
-            self.failed, self.requests = self._hear(control)
+            self.failed, self.requests = self._evaluate(control)
 
     def late_failure(self) -> PeerFailedError | None:
-        """The failure in the last control flags, if they were not read yet. Called where all ranks get to before the
-        next ones are sent: a rank that raised at a time of its own would be a window behind the others."""
+        """The failure in the last control flags, if they were not read yet. All ranks call this before the next ones
+        are sent: a rank that raised at a time of its own would be a window behind the others."""
         if self._unread_control is not None:
             control, self._unread_control = self._unread_control.wait(), None
             self.require_alive()
             since = STEPPED if self._gate is None else NOT_STEPPED
             try:
-                _, requests = self._hear(control, since)
-                self._tell_end(well=not requests.late)
+                _, requests = self._evaluate(control, since)
+                self._end_reduction(well=not requests.late)
             except PeerFailedError as error:
                 return error
         return None
 
     def gate_step(self, *, gated: bool) -> torch.Tensor | None:
         """An optimizer is about to step, and the control flags may not have been read. If the step can be ``gated``,
-        returns a tensor on the device that is 1.0 if the step must change nothing. Else the host waits, and raises if
-        needed.
+        returns a tensor on the device that is 1.0 if it must change nothing. Else the host waits, and raises if needed.
         """
         control = self._control
         if self._unread_control is None or self.communicator.world_size == 1:
@@ -464,5 +444,5 @@ class Pipeline:
                 self._gate = step_gate(control, getattr(self.communicator, "failure_flags", []))
             return self._gate
         self.await_requests()
-        self._tell_end(well=not self.requests.late)
+        self._end_reduction(well=not self.requests.late)
         return None

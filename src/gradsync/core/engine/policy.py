@@ -12,7 +12,6 @@ import torch
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator
 from gradsync.core.bucket import BucketCaps
-from gradsync.core.bucket.precise import checked_dtype
 from gradsync.core.bucket.sizes import BucketTuner
 from gradsync.core.engine.observer import Observer, Observers
 from gradsync.core.reduction import Mean, Reduction, reduction_by_name
@@ -88,7 +87,11 @@ class SyncPolicy:
     replica_check: ReplicaCheck | None = None
 
     def __post_init__(self) -> None:
-        checked_dtype(self.accumulation_dtype)
+        if self.accumulation_dtype not in (None, torch.float32, torch.float64):
+            raise ConfigurationError(
+                "accumulation_dtype must be torch.float32, torch.float64 or None (the parameters' own), got "
+                f"{self.accumulation_dtype!r}"
+            )
         if self.schedule not in _SCHEDULES:
             raise ConfigurationError(f"schedule must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
         if self.on_bad_step not in (None, *ON_BAD_STEP):

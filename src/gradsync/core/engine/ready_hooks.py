@@ -154,7 +154,7 @@ class ReadyHooks:
                 listener().begin_at_parameter(index)
                 return
             arrived(index)
-            listener().sparse_ready(index)
+            listener().store.sparse.mark_ready(index)
 
         return on_sparse_gradient_ready
 

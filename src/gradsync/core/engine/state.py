@@ -1,4 +1,4 @@
-"""The state of an engine: its phase, what users have switched, and this rank's part of the window.
+"""The state of an engine: its phase, what users have switched, and what an interrupt would cut short.
 
 ::
 
@@ -9,36 +9,24 @@
       ├── synchronize(), fail() ────┼──────────────────────────────────────┤
       └── its start fails ──────────┴──── backward fails ────▶ BROKEN ◀────┘  a rank or the link failed
                                                                  ├── gradients zeroed ──▶ IDLE
-                                                                 └── the others must be told ──▶ SYNCHRONIZING
+                                                                 └── the others must be notified ──▶ SYNCHRONIZING
 
     DETACHED: the hooks are gone for good.
 
-[Note: the same window] A rank that abstains takes part at once, where its backward would have: so the other ranks have
-ended the window, too. If the rank abstained a second time, or ran the backward of its forward after all, that would
-count as its part in their next window, and from then on it would be one window ahead. No rank can tell alone whether a
-further ``abstain()`` is meant for the same window or the next. So there must be evidence that the window has ended here
-too: a step, gradients that were zeroed, a forward, or a block of ``accumulate()``.
-
 [Note: an interrupt] Ctrl-C, or a signal handler that raises, may cut the engine short between any two lines. Between
-two collectives the engine knows what it has started: the interrupt is handled like a failed backward, and all ranks can
-go on. While a collective is being started, or several follow each other, nothing can tell which of them the other ranks
-will wait for. Going on could pair a collective of this rank with a different one of theirs, and average two windows
-into one. So the communicator is aborted in that case: every rank raises CommunicatorLostError at once.
+two collectives the engine knows what it has started: the interrupt is handled like a failed backward. While one is
+being started, or several follow each other, nothing shows which of them the other ranks will wait for. Going on could
+pair a collective of this rank with a different one of theirs, and average two windows into one. So the communicator is
+aborted then: every rank raises CommunicatorLostError at once.
 """
 
 import enum
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-import torch
-
-from gradsync.base.errors import MisuseError
-from gradsync.core.bucket import Bucket
-from gradsync.core.window import TamperCheck
-
-__all__ = ["CollectiveSection", "Offer", "Phase", "Phases", "Switches", "Told", "WindowRecord"]
+__all__ = ["CollectiveSection", "Phase", "Phases", "Switches"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -110,7 +98,7 @@ class Switches:
     def set(
         self, *, enabled: bool | None = None, forced: bool | None = None, steps_locally: bool | None = None
     ) -> Iterator[None]:
-        """Set the given switches temporarily."""
+        """Set the given switches for a while; they are restored even after an exception."""
         before = self.enabled, self.forced, self.steps_locally
         self.enabled = self.enabled if enabled is None else enabled
         self.forced = self.forced if forced is None else forced
@@ -119,135 +107,6 @@ class Switches:
             yield
         finally:
             self.enabled, self.forced, self.steps_locally = before
-
-
-class Told(enum.Enum):
-    """What the other ranks have heard from this one in the place of a backward."""
-
-    FAILED = "its backward failed"
-    ABSTAINED = "it abstains"
-
-
-class Offer:
-    """The forwards of this rank until it abstains. Their backwards are expected unless the offer is withdrawn."""
-
-    __slots__ = ("withdrawn",)
-
-    def __init__(self) -> None:
-        self.withdrawn = False
-
-
-class WindowRecord:
-    """This rank's part of a window: its forwards, how it ended, and what the other ranks were told of it.
-
-    A parameter is absent from a window if every forward of the window has announced it as absent, as modules do that
-    leave layers out.
-    """
-
-    def __init__(self) -> None:
-        # Windows that all ranks have synchronized, and failures that all of them know of.
-        self.synchronized = self.failed = 0
-        # Whether no rank waits for this one in the running synchronization any more, however it ends here.
-        self.exchanged = False
-        # What the others know of the window that has ended last, if nothing has begun since.
-        self.told: Told | None = None
-        self.offer = Offer()
-        # This rank has abstained, and what the window left behind shows whether it was zeroed since.
-        self._abstained = False
-        self._left = TamperCheck()
-        # Whether a forward ran in this window, and in the running micro-batch of accumulate().
-        self.any_forward = self.any_in_block = False
-        # A forward has begun, whether or not it completed, and no backward has ended since.
-        self.awaits_backward = False
-        # None once its backward has ended.
-        self.last_synchronizes: bool | None = None
-        self._absent_now: set[int] | None = None
-        self._absent: set[int] | None = None
-
-    @property
-    def ends(self) -> int:
-        """How many synchronizations have ended, successfully or not."""
-        return self.synchronized + self.failed
-
-    # -- forwards --------------------------------------------------------------------------------------------------
-
-    def begin_forward(self) -> None:
-        self.any_forward = self.any_in_block = self.awaits_backward = True
-        self._absent_now = set()
-
-    def end_forward(self, *, synchronizes: bool) -> None:
-        self.last_synchronizes = synchronizes
-        if self._absent_now is not None:
-            self._absent = self._absent_now if self._absent is None else self._absent & self._absent_now
-            self._absent_now = None
-
-    def miss_forward(self) -> None:
-        """This rank has taken part in a forward of the others without running one of its own."""
-        self.any_forward = self.any_in_block = True
-
-    def announce_absent(self, indices: Iterable[int]) -> None:
-        """The running forward leaves these parameters out. Has no effect outside a forward."""
-        if self._absent_now is not None:
-            self._absent_now.update(indices)
-
-    def announce_all_absent(self, count: int) -> None:
-        """A rank without data leaves out all parameters."""
-        self._absent = set(range(count))
-
-    @property
-    def absent(self) -> set[int]:
-        """The parameters that no forward of the window has used."""
-        return self._absent or set()
-
-    def close_backward(self) -> None:
-        self.awaits_backward = False
-        self.last_synchronizes = None
-
-    def close_window(self) -> None:
-        self.any_forward = self.awaits_backward = False
-        self._absent = None
-
-    # -- abstaining: see [Note: the same window] -------------------------------------------------------------------
-
-    def abstained(self, buckets: Sequence[Bucket], outside: Iterable[torch.nn.Parameter]) -> None:
-        """All ranks know that this one abstains, and the window is over for them."""
-        self.offer.withdrawn = True
-        self.offer = Offer()
-        self._abstained, self.told = True, Told.ABSTAINED
-        self._left.note(buckets, outside)
-
-    def begin_another(self) -> None:
-        """Everything from here on belongs to a window that the other ranks have not heard about."""
-        self.told = None
-        self.end_abstention()
-
-    def end_abstention(self) -> None:
-        """Everything from here on belongs to a window after the one from which this rank has abstained."""
-        self._abstained = False
-        self._left.forget()
-
-    @property
-    def has_abstained(self) -> bool:
-        """Whether this rank may no longer contribute to the window."""
-        if self._abstained and (self._left.has_lost or self._left.has_changed):
-            self.end_abstention()
-        return self._abstained
-
-    def refuse_second_abstention(self) -> None:
-        if self.has_abstained:
-            raise MisuseError(
-                "abstain() was called a second time in one window, of which all ranks have heard by the first, or by "
-                "an error in backward. If it is meant for the next window, end this one first: call optimizer.step() "
-                "on this rank as on the others (it changes nothing where the window is skipped), or zero_grad()"
-            )
-
-    def refuse_backward(self) -> None:
-        """Refuse the backward of a forward that ran before the abstention."""
-        raise MisuseError(
-            "a backward has reached a forward from which this rank has abstained: abstain() stands in the place of the "
-            "backward, and the other ranks have ended the window by now. Drop this loss, and end the window on this "
-            "rank as on the others, with optimizer.step() or zero_grad()"
-        )
 
 
 class CollectiveSection:

@@ -14,7 +14,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,19 +22,17 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradsync.base.errors import MisuseError, PeerFailedError
-from gradsync.communicator import Communicator
 from gradsync.core.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
-from gradsync.core.bucket.sizes import BucketTuner
 from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.backward_watch import NO_TASK, current_task, watch_outputs
-from gradsync.core.engine.blocks import Block, PendingWork, RunningBlock
+from gradsync.core.engine.blocks import PendingWork
+from gradsync.core.engine.gradient_store import BucketClient
 from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.policy import SynchronizerOptions
-from gradsync.core.engine.sharing import BucketClient
-from gradsync.core.engine.state import Phase, Told
+from gradsync.core.engine.state import Phase
 from gradsync.core.engine.step_guard import guard_steps, unguard_steps
 from gradsync.core.reduction import Reduction
-from gradsync.core.window import Window, WindowState, has_nonzero_gradients, has_unattached_gradients
+from gradsync.core.window import Reported, Window, WindowState, has_nonzero_gradients, has_unattached_gradients
 from gradsync.health.watch import PaceMeter, Position, tell_error
 
 __all__ = ["Synchronizer", "compiler_here", "has_compiled", "synchronizer_of"]
@@ -90,8 +87,11 @@ class Synchronizer:
         self.pace: PaceMeter = self.engine.exchange.pace
         self.specs = list(specs)
         self.options = options
+        self.communicator, self.tuner = options.communicator, options.tuner
+        self.switched = self.engine.switches.set
+        self.reduce_with = self.engine.store.reduce_with
+        self.use_up_gradients = self.engine.store.use_up
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self.blocks = RunningBlock(self.engine)
         self.pending_work = PendingWork(self.engine)
         for parameter in self.parameters:
             _owners[parameter] = weakref.ref(self)
@@ -102,7 +102,7 @@ class Synchronizer:
         return f"Synchronizer({phase.name.lower()}: {phase.value}; {self.window!r}; {self.engine.pipeline!r})"
 
     def describe(self) -> str:
-        """The state of everything, in lines: for a person who looks at a hanging training run."""
+        """The state of everything, in lines: for debugging a hanging training run."""
         engine = self.engine
         learned = "" if engine.arrangement.order.learned else "not "
         lines = [
@@ -155,12 +155,12 @@ class Synchronizer:
     @property
     def synchronizations(self) -> int:
         """How many windows have been synchronized."""
-        return self.engine.record.synchronized
+        return self.window.synchronizations
 
     @property
     def ends(self) -> int:
         """How many synchronizations have ended, successfully or not."""
-        return self.engine.record.ends
+        return self.window.ends
 
     @property
     def enabled(self) -> bool:
@@ -171,50 +171,25 @@ class Synchronizer:
     def enabled(self, value: bool) -> None:
         self.engine.switches.enabled = value
 
-    def switched(
-        self, *, enabled: bool | None = None, forced: bool | None = None, steps_locally: bool | None = None
-    ) -> AbstractContextManager[None]:
-        """Set switches temporarily; see :class:`~gradsync.core.engine.state.Switches`."""
-        return self.engine.switches.set(enabled=enabled, forced=forced, steps_locally=steps_locally)
-
-    def reduce_with(self, reduction: Reduction) -> None:
-        """Replace the reduction, between two windows. All ranks must do the same."""
-        self.engine.store.reduce_with(reduction)
-
     def rescaled(self, factor: float | torch.Tensor) -> None:
         """Between two windows: the loss scale has changed, and gradients are ``factor`` times as large."""
         if type(self.reduction).rescaled is not Reduction.rescaled:
             # What the reduction keeps of the last window belongs to the old scale.
-            self.engine.pipeline.hear_end()
+            self.engine.pipeline.await_end()
             self.reduction.rescaled(factor)
-
-    # -- for optimizers that live in the buckets, see :mod:`gradsync.core.engine.sharing` --------------------------
-
-    @property
-    def communicator(self) -> Communicator:
-        return self.engine.communicator
 
     @property
     def observer(self) -> Observers | None:
         return self.engine.observer
 
     @property
-    def tuner(self) -> BucketTuner | None:
-        """What chooses bucket sizes, unless they were given."""
-        return self.engine.options.tuner
-
-    @property
     def bucket_client(self) -> BucketClient | None:
         """The component that uses the buckets between two backwards."""
-        return self.engine.sharing.client
+        return self.engine.store.client
 
     @bucket_client.setter
     def bucket_client(self, client: BucketClient | None) -> None:
-        self.engine.sharing.client = client
-
-    def use_up_gradients(self) -> None:
-        """The client takes the memory of the gradients, for the step that is about to read them."""
-        self.engine.sharing.use_up(self.buckets)
+        self.engine.store.client = client
 
     @property
     def steps_locally(self) -> bool:
@@ -239,7 +214,7 @@ class Synchronizer:
         self.pending_work.finish()
         if self.engine.observer is not None and not torch.is_grad_enabled():
             self.engine.observer.evaluation_began()
-        client = self.engine.sharing.client
+        client = self.engine.store.client
         if client is not None and (compiler or has_compiled(module)):
             # The compiler recompiles for parameters of a different class, such as parameters that are still awaited.
             client.leave()
@@ -256,38 +231,29 @@ class Synchronizer:
         self.thread = threading.get_ident()
         if engine.observer is not None:
             engine.observer.forward_began()
-        engine.record.begin_forward()
-        engine.record.begin_another()
+        self.window.begin_forward()
         engine.store.expect_backward()
 
     def end_forward(self, output: Any) -> None:
         """The forward has run: watch its output for the backward."""
-        engine = self.engine
-        synchronizes, offer = self.enabled, engine.record.offer
-        engine.record.end_forward(synchronizes=synchronizes)
-        if synchronizes:
-            self.window.forward_ran(engine.arrangement.has_gradients)
-        watch_outputs(output, engine, synchronizes, offer)
+        engine, synchronizes = self.engine, self.enabled
+        self.window.end_forward(engine.arrangement.has_gradients, synchronizes=synchronizes)
+        watch_outputs(output, engine, synchronizes, self.window.abstentions)
         if engine.observer is not None:
             engine.observer.forward_ended()
 
     def raised(self, error: BaseException, place: str) -> None:
-        """This rank has raised outside of a backward, where the others do not hear of it."""
-        tell_error(self.engine.communicator, error, place)
-
-    def expect_backward(self) -> None:
-        """A backward is about to run: refuse it if this rank has abstained instead."""
-        if self.engine.record.has_abstained:
-            self.engine.record.refuse_backward()
+        """This rank has raised outside of a backward, where the others do not notice."""
+        tell_error(self.communicator, error, place)
 
     @property
     def owes_backward(self) -> bool:
         """Whether the other ranks wait for a backward of this one, or will."""
-        return self.enabled and not self.engine.record.has_abstained
+        return self.enabled and not self.window.has_abstained
 
     def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
         """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
-        self.engine.record.announce_absent(self._index[id(p)] for p in parameters if id(p) in self._index)
+        self.window.announce_absent(self._index[id(p)] for p in parameters if id(p) in self._index)
 
     # -- blocks of accumulate() --------------------------------------------------------------------------------------
 
@@ -296,95 +262,60 @@ class Synchronizer:
         """Whether a micro-batch of accumulate() is running."""
         return self.window.weights.in_block
 
-    def enter_block(self, block: Block) -> None:
-        if self.blocks.is_owed:
-            # A loop over accumulate() was left, and its iterator is still referenced.
-            self.pending_work.fail_later()
-        self.pending_work.finish()
-        self.blocks.enter(block)
-
-    def leave_block(self, block: Block) -> None:
-        self.blocks.leave(block)
-
-    def finish_last(self) -> None:
-        """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
-        self.blocks.finish(self.take_part)
-
-    def take_part(self) -> None:
-        """Finish a window in whose last micro-batch this rank had no backward."""
-        self.pending_work.stand_in_for_forward()
-        self.synchronize()
-
     # -- without a backward ------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
-        self._require_attached("synchronize")
-        self.pending_work.finish()
-        if self.engine.phases.busy:
-            self.engine.recover()
-        self.engine.require_whole()
-        self.engine.synchronize()
+        self.pending_work.synchronize()
 
     def abstain(self, reason: str = "", miss_forward: Callable[[], bool] | None = None) -> None:
         """Give up this rank's part of the window, and have all ranks agree on what happens to it.
 
-        Where this micro-batch would have synchronized, it takes part at once, as its backward would have.
-        ``miss_forward`` takes part in a forward of the others where this rank has run none, and returns whether it had
-        to.
+        Where this micro-batch would have synchronized, it takes part at once, as its backward would have. In a forward
+        of the others where this rank has run none, ``miss_forward`` takes part; it returns whether it had to.
         """
         engine = self.engine
-        has_run = engine.record.awaits_backward
-        self._require_attached("abstain")
+        has_run = self.window.awaits_backward
+        engine.require_attached("abstain")
         # This is what it reports to the ranks that wait.
-        self.pending_work.has_other_word()
+        self.pending_work.fail_later(owed=False)
         if engine.phases.busy:
             engine.recover()
-        engine.record.refuse_second_abstention()
-        is_broken = engine.phase is Phase.BROKEN and not engine.record.any_forward
-        has_told = is_broken and engine.record.told is Told.FAILED
-        if self._is_over() and not engine.record.any_forward:
+        self.window.refuse_second_abstention()
+        any_forward = self.window.any_forward
+        has_reported = engine.phase is Phase.BROKEN and not any_forward and self.window.reported is Reported.FAILED
+        if self._is_over() and not any_forward:
             raise MisuseError(
                 "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
                 "place of that backward; to give a mean up, zero the gradients of all ranks"
             )
         self.clear()
         engine.require_whole()
-        if has_told:
+        if has_reported:
             # Its backward has failed, and the others know.
             self.window.is_rejected = engine.skip_vote.tolerates
             engine.abstained()
             return
-        has_run = engine.record.any_in_block if self.in_block else has_run
+        has_run = self.window.any_in_block if self.in_block else has_run
         if miss_forward is not None and not has_run and miss_forward():
-            engine.record.miss_forward()
-        engine.record.awaits_backward = False
+            self.window.miss_forward()
+        self.window.awaits_backward = False
         engine.store.expect_backward()
         engine.skip_vote.abstain(reason)
-        if self.enabled and (not self.in_block or self.blocks.is_finished):
-            self.take_part()
+        if self.enabled and (not self.in_block or self.pending_work.block_is_finished):
+            self.pending_work.take_part()
 
     def _is_over(self) -> bool:
         """Whether a backward of this rank has ended the window, and there is no sign that another has begun."""
-        has_usable_means = self.window.has_means and (
-            # With shares, no rank can tell alone.
-            self.reduction.scatters or has_nonzero_gradients(self.parameters)
-        )
-        return has_usable_means or self.window.stays_rejected or self.blocks.is_finished
-
-    def _require_attached(self, what: str) -> None:
-        if current_task() != NO_TASK:
-            raise MisuseError(f"{what}() was called inside backward. Call it after backward() has returned")
-        if self.engine.phase is Phase.DETACHED:
-            raise MisuseError(
-                "there is nothing to synchronize: the engine was detached from these parameters, or another wrapper "
-                "has taken them. Use that one, or wrap the model again"
-            )
+        if self.window.stays_rejected or self.pending_work.block_is_finished:
+            return True
+        # With shares, no rank can tell alone whether they are zero.
+        return self.window.has_means and (self.reduction.scatters or has_nonzero_gradients(self.parameters))
 
     def shadow(self) -> None:
         """Take part in the synchronization of ranks that still have data, contributing nothing."""
         self.clear()
-        self.engine.record.announce_all_absent(len(self.parameters))
+        self.window.announce_all_absent(len(self.parameters))
         self.synchronize()
         # The means stay for now: a sharded optimizer may step on them here, too.
         self.window.close()
@@ -392,7 +323,7 @@ class Synchronizer:
     def clear(self) -> None:
         """Drop all gradients, and the window's record of them."""
         self.engine.arrangement.drop_gradients()
-        self.engine.record.end_abstention()
+        self.window.end_abstention()
         self.window.discard()
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -416,22 +347,22 @@ class Synchronizer:
         if engine.phases.busy:
             engine.recover()
         engine.require_whole()
-        self.finish_last()
-        gate = None
-        if not engine.switches.steps_locally:
+        self.pending_work.finish_last()
+        gate, with_others = None, not engine.switches.steps_locally
+        if with_others:
             engine.pipeline.require_alive()
             gate = self._gate_step(gated=gated) if not by_closure else None
-        unfinished = not self.window.has_means and not engine.switches.steps_locally
+        unfinished = with_others and not self.window.has_means
         if unfinished and not by_closure:
             self._before_unsynchronized_step()
         engine.store.expect_step()
         # Several optimizers each step: the skip vote that the first has found applies to the others, too.
-        is_another = self.window.is_closed and not by_closure and not engine.switches.steps_locally
+        is_another = self.window.state is WindowState.CLOSED and not by_closure and with_others
         self.window.step_was_skipped = self.window.is_rejected or (is_another and self.window.step_was_skipped)
         self.window.is_stepped_by_closure = by_closure
         if self.window.is_rejected:
             self.clear()
-        engine.record.end_abstention()
+        self.window.end_abstention()
         if not (unfinished and by_closure and self.window.state is WindowState.UNSYNCHRONIZED):
             self.window.close()
         if engine.observer is not None:
@@ -471,7 +402,7 @@ class Synchronizer:
                 self.engine.exchange.counts_always = True
             self.synchronize()
 
-    # -- saving; what has accumulated is in :mod:`gradsync.core.engine.blocks` ------------------------------------
+    # -- saving; :mod:`gradsync.core.engine.blocks` saves what has accumulated -------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """What makes sums reproducible bit for bit: the layout of the buckets. The same on all ranks."""
@@ -491,8 +422,8 @@ class Synchronizer:
 
     def detach(self) -> None:
         """Remove all hooks. Gradients stay where they are; nothing is synchronized from now on."""
-        if self.engine.sharing.client is not None:
-            self.engine.sharing.client.leave()
+        if self.engine.store.client is not None:
+            self.engine.store.client.leave()
         self.engine.detach()
         unguard_steps(self)
         for parameter in self.parameters:

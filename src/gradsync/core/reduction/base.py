@@ -36,7 +36,7 @@ class Reduction(Protocol):
 
     @property
     def carries_tail(self) -> bool:
-        """Whether :meth:`start` sends :attr:`Bucket.wire`, tail included, so that flags come out zero or positive.
+        """Whether :meth:`start` sends :attr:`Bucket.flat`, tail included, so that flags come out zero or positive.
 
         For a reduction that would distort them, return False; the engine then sends the tail in a small collective.
         """
@@ -117,7 +117,7 @@ class Compressing(Reduction):
 
     def examine(self, specs: Sequence[ParameterSpec]) -> None:
         for spec in specs:
-            if not spec.wire_dtype.is_floating_point:
+            if not spec.bucket_dtype.is_floating_point:
                 raise ConfigurationError(
                     f"{self!r} compresses floating-point gradients, and {spec.name!r} is of {spec.dtype}. Use the "
                     "exact mean for this model"

@@ -69,7 +69,8 @@ class Rounded:
 
     def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
         if not self.scales:
-            _put(coded.view(self.dtype), values, add)
+            numbers = coded.view(self.dtype)
+            values.copy_(numbers) if add is None else values.add_(numbers, alpha=add)
             return
         for values_here, scales, numbers in _pieces(values, coded, self.multiple):
             blocks = values_here.unflatten(-1, (-1, self.multiple))
@@ -101,8 +102,7 @@ class Blocks:
 
     def _encode(self, values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor) -> None:
         if self._noise is None and fused.available(values, self.multiple):
-            rows = [torch.atleast_2d(each) for each in (values, scales, packed)]
-            fused.encode_blocks(rows[0], rows[1], rows[2], self.bits)
+            fused.run_blocks("encode", values, scales, packed, self.bits)
             return
         blocks = values.unflatten(-1, (-1, self.multiple))
         scales.copy_(_largest(blocks))
@@ -128,8 +128,7 @@ class Blocks:
 
     def _decode(self, scales: torch.Tensor, packed: torch.Tensor, values: torch.Tensor) -> None:
         if fused.available(values, self.multiple):
-            rows = [torch.atleast_2d(each) for each in (scales, packed, values)]
-            fused.decode_blocks(rows[0], rows[1], rows[2], self.bits)
+            fused.run_blocks("decode", values, scales, packed, self.bits)
             return
         blocks = values.unflatten(-1, (-1, self.multiple))
         if self.bits == 8:
@@ -221,13 +220,6 @@ def _decode_pieces(
             part = torch.empty_like(values)
             decode(scales, packed, part)
             values.add_(part, alpha=add)
-
-
-def _put(numbers: torch.Tensor, values: torch.Tensor, add: float | None) -> None:
-    if add is None:
-        values.copy_(numbers)
-    else:
-        values.add_(numbers, alpha=add)
 
 
 def _largest(blocks: torch.Tensor) -> torch.Tensor:

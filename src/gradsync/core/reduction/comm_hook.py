@@ -145,7 +145,10 @@ class CommHook(Reduction):
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         self._started = True
-        self._await_former(bucket)
+        former, self._running = self._running, None
+        if former is not None and self._chains and bucket.buffer.device.type == "cpu":
+            # Only wait for the hook to end. Its result is taken when the bucket is finished.
+            former.wait()
         is_last = bucket.plan.control > 0
         future = self._hook(self._state, GradBucket(bucket, is_last=is_last))
         if not isinstance(future, torch._C.Future):  # what work.get_future().then(...) returns
@@ -155,12 +158,6 @@ class CommHook(Reduction):
             )
         self._running = future
         return _FutureHandle(future, bucket, self._name)
-
-    def _await_former(self, bucket: Bucket) -> None:
-        former, self._running = self._running, None
-        if former is not None and self._chains and bucket.buffer.device.type == "cpu":
-            # Only wait for the hook to end. Its result is taken when the bucket is finished.
-            former.wait()
 
 
 def _has_memory(state: Any) -> bool:

@@ -6,11 +6,11 @@ nearest even one. ``available(tensor)`` says whether the kernels can be used; ot
 
 import functools
 import importlib.util
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-__all__ = ["available", "decode_blocks", "encode_blocks"]
+__all__ = ["available", "run_blocks"]
 
 # A program of one warp and two blocks is the fastest of those tried on an H200, from 256 numbers to 8192.
 NUMBERS = 512
@@ -27,17 +27,11 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def encode_blocks(values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
-    """Encode rows of ``values`` as integers in ``packed``, with their scales."""
-    _launch("encode", values, scales, packed, bits)
-
-
-def decode_blocks(scales: torch.Tensor, packed: torch.Tensor, values: torch.Tensor, bits: int) -> None:
-    """The other way round."""
-    _launch("decode", values, scales, packed, bits)
-
-
-def _launch(kernel: str, values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor, bits: int) -> None:
+def run_blocks(
+    kernel: Literal["encode", "decode"], values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor, bits: int
+) -> None:
+    """Encode rows of ``values`` as integers in ``packed``, with their scales; or decode them."""
+    values, scales, packed = (torch.atleast_2d(each) for each in (values, scales, packed))
     block, total = values.shape[1] // scales.shape[1], scales.numel()
     group = max(1, NUMBERS // block)
     _kernels()[kernel][(-(-total // group),)](

@@ -112,7 +112,8 @@ class _Product:
         views = bucket.views_of(values)
         self._targets = {slot: views[slot] for slot in rights}
         self._matrices = {slot: view.flatten(1) for slot, view in self._targets.items()}
-        self._rest = [_real(view) for slot, view in enumerate(views) if slot not in rights]
+        rest = [view for slot, view in enumerate(views) if slot not in rights]
+        self._rest = [torch.view_as_real(view) if view.is_complex() else view for view in rest]
         lefts = [self._matrices[slot] @ right for slot, right in rights.items()]
         self._first, parts = _lay_out([*lefts, *self._rest])
         self._lefts, self._sums = parts[: len(lefts)], parts[len(lefts) :]
@@ -151,7 +152,7 @@ def _extents(spec: ParameterSpec) -> tuple[int, int]:
     """Rows and columns of a gradient as a matrix: further dimensions become columns. A vector has one column."""
     if len(spec.shape) < 2 or 0 in spec.shape:
         return 1, 1
-    return spec.shape[0], spec.wire_numel // spec.shape[0]
+    return spec.shape[0], spec.bucket_numel // spec.shape[0]
 
 
 @contextmanager
@@ -161,10 +162,6 @@ def _as_matrix(view: torch.Tensor) -> Iterator[torch.Tensor]:
     yield matrix
     if matrix.data_ptr() != view.data_ptr():
         view.copy_(matrix.view(view.shape))
-
-
-def _real(view: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(view) if view.is_complex() else view
 
 
 def _lay_out(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -11,7 +11,7 @@ from gradsync.core.bucket import Bucket
 from gradsync.core.reduction.base import Reduction
 from gradsync.core.reduction.quantize import Cast
 
-__all__ = ["Mean", "ScatteredMean", "divides_on_the_wire"]
+__all__ = ["Mean", "ScatteredMean", "collective_divides"]
 
 
 class Mean(Reduction):
@@ -27,17 +27,17 @@ class Mean(Reduction):
         return "Mean()"
 
     def prescale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
-        return 1.0 if divides_on_the_wire(bucket, communicator, divisor) else 1.0 / divisor
+        return 1.0 if collective_divides(bucket, communicator, divisor) else 1.0 / divisor
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        op: ReduceOp = "average" if divides_on_the_wire(bucket, communicator, divisor) else "sum"
+        op: ReduceOp = "average" if collective_divides(bucket, communicator, divisor) else "sum"
         flat, piece = bucket.flat, bucket.plan.piece
         if flat.numel() <= piece:
             return communicator.all_reduce(flat, op)
         return Together([communicator.all_reduce(part, op) for part in flat.split(piece)])
 
 
-def divides_on_the_wire(bucket: Bucket, communicator: Communicator, divisor: float) -> bool:
+def collective_divides(bucket: Bucket, communicator: Communicator, divisor: float) -> bool:
     """Whether the collective divides, so that gradients are gathered unscaled."""
     # Not with a single rank: NCCL would run over the whole bucket to divide it by one.
     return divisor == communicator.world_size > 1 and communicator.averages(bucket.plan.device)
@@ -65,10 +65,10 @@ class ScatteredMean(Reduction):
         return Mean() if self.dtype is None else Cast(self.dtype)
 
     def prescale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
-        return 1.0 if divides_on_the_wire(bucket, communicator, divisor) else 1.0 / divisor
+        return 1.0 if collective_divides(bucket, communicator, divisor) else 1.0 / divisor
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        op: ReduceOp = "average" if divides_on_the_wire(bucket, communicator, divisor) else "sum"
+        op: ReduceOp = "average" if collective_divides(bucket, communicator, divisor) else "sum"
         chosen = communicator if self._communicator is None else self._communicator
         payload = bucket.flat[: bucket.plan.payload]
         own = slice(communicator.rank * bucket.plan.share, (communicator.rank + 1) * bucket.plan.share)

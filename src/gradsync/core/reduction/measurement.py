@@ -147,7 +147,8 @@ def measure_link(communicator: Communicator, device: torch.device) -> LinkCost:
         _time_all_reduce(communicator, device, LARGE_BYTES)
         # The minimum: many things can delay a short message, and buckets in flight hide each other's waiting.
         small = min(_time_all_reduce(communicator, device, SMALL_BYTES)[0] for _ in range(SMALL_REPEATS))
-        large, busy = _median_times(communicator, device, LARGE_BYTES)
+        times = [_time_all_reduce(communicator, device, LARGE_BYTES) for _ in range(LINK_REPEATS)]
+        large, busy = (statistics.median(each) for each in zip(*times, strict=True))
         share_busy = _share_of_compute(communicator, device, busy / large)
         readings = torch.tensor([small, large, share_busy], dtype=torch.float64, device=communicator.device)
         communicator.all_reduce(readings, "max").wait()
@@ -170,11 +171,6 @@ def known_link(communicator: Communicator) -> LinkCost | None:
 def _key(communicator: Communicator) -> Any:
     # A new object for the same group each time; all others are kept alive by their users.
     return communicator.group if isinstance(communicator, ProcessGroupCommunicator) else communicator
-
-
-def _median_times(communicator: Communicator, device: torch.device, nbytes: int) -> tuple[float, float]:
-    readings = [_time_all_reduce(communicator, device, nbytes) for _ in range(LINK_REPEATS)]
-    return statistics.median(wall for wall, _ in readings), statistics.median(busy for _, busy in readings)
 
 
 def _share_of_compute(communicator: Communicator, device: torch.device, busy: float) -> float:

@@ -74,8 +74,9 @@ def exchange(
     def across(part: torch.Tensor, between: Communicator) -> Handle:
         begin = (part.data_ptr() - values.data_ptr()) // values.element_size()
         lost_here = None if lost is None else lost[begin : begin + part.numel()]
-        way = _gather if between.world_size == 2 and not part.is_cpu else _exchange_shares
-        return way(coding, part, between, lost_here)
+        if between.world_size == 2 and not part.is_cpu:
+            return _gather(coding, part, between, lost_here)
+        return _Exchange(coding, part, between, lost_here).start()
 
     if isinstance(communicator, HierarchicalCommunicator):
         if lost is not None:
@@ -114,12 +115,6 @@ def _gather(coding: Coding, values: torch.Tensor, communicator: Communicator, lo
             values.copy_(padded[: values.numel()])
 
     return communicator.all_gather(arrived.view(-1), coded).then(add)
-
-
-def _exchange_shares(
-    coding: Coding, values: torch.Tensor, communicator: Communicator, lost: torch.Tensor | None
-) -> Handle:
-    return _Exchange(coding, values, communicator, lost).start()
 
 
 class _Exchange:
@@ -240,7 +235,11 @@ class Cast(Compressing):
             return Finishing(communicator.all_reduce(cast), lambda: flat.copy_(cast))
         values = flat.float()
         gaps = [] if self.carries_tail else gaps_of(bucket)
-        return exchange(self._coding, values, communicator, gaps=gaps).then(lambda: _put(values, flat))
+
+        def put_back() -> None:
+            flat.copy_(values)
+
+        return exchange(self._coding, values, communicator, gaps=gaps).then(put_back)
 
     def _adds_alike(self, communicator: Communicator) -> bool:
         """Whether numbers can be summed in place equally well: with two, the sum is rounded once either way."""
@@ -250,10 +249,6 @@ class Cast(Compressing):
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> Handle:
         return exchange(self._coding, values, communicator, lost, gaps=gaps_of(bucket))
-
-
-def _put(values: torch.Tensor, flat: torch.Tensor) -> None:
-    flat.copy_(values)
 
 
 BLOCK = 256

@@ -40,8 +40,8 @@ class SharedGradient(torch.Tensor):
     # Must become zero: the memory itself may be in other use at the time.
     zeroed: bool
     part: torch.Tensor | None
-    # The circle of gradients that are shared out with it.
-    circle: "SharedGradients"
+    # The group of gradients that are shared out with it.
+    group: "SharedGradients"
 
     @classmethod
     def __torch_function__(
@@ -54,7 +54,7 @@ class SharedGradient(torch.Tensor):
         gradients = list(_shared_in(args))
         if func in _ZEROING:
             return _zero(gradients, args[0])
-        if any(gradient.circle.are_used_up for gradient in gradients):
+        if any(gradient.group.are_used_up for gradient in gradients):
             raise MisuseError(
                 f"{getattr(func, '__name__', func)} was called on a gradient after optimizer.step(), which has used "
                 "its memory for new parameters. Look at gradients and clip them before the step"
@@ -90,7 +90,7 @@ class SharedGradients:
         for slot, view in zip(bucket.plan.slots, bucket.views, strict=True):
             view.__class__ = SharedGradient
             shared: Any = view
-            shared.zeroed, shared.circle = False, self
+            shared.zeroed, shared.group = False, self
             if "part" not in shared.__dict__:
                 start = max(slot.offset, rank * share)
                 stop = min(slot.offset + slot.numel, (rank + 1) * share)
@@ -137,8 +137,8 @@ def unshare_views(bucket: Bucket) -> None:
     """Make its views ordinary tensors again."""
     for view in bucket.views:
         view.__class__ = torch.Tensor
-        # The circle holds them: a reference cycle would keep the bucket's memory alive until garbage collection.
-        vars(view).pop("circle", None)
+        # The group holds them: a reference cycle would keep the bucket's memory alive until garbage collection.
+        vars(view).pop("group", None)
 
 
 def is_zeroed(view: torch.Tensor) -> bool:
@@ -156,8 +156,8 @@ def _shared_in(values: Iterable[Any]) -> Iterator[SharedGradient]:
 
 def _zero(gradients: Sequence[SharedGradient], result: Any) -> Any:
     for gradient in gradients:
-        gradient.circle.forget()
-        if gradient.circle.are_used_up:
+        gradient.group.forget()
+        if gradient.group.are_used_up:
             # The memory is in other use: it is zeroed when it comes back.
             gradient.zeroed = True
         else:
@@ -170,29 +170,27 @@ def _on_parts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     """Apply the function to this rank's parts."""
     first, *others = args
     for gradient in _shared_in([first]):
-        gradient.circle.forget()
+        gradient.group.forget()
     if isinstance(first, SharedGradient):
         if first.part is not None:
             func(first.part, *others, **kwargs)
         return first
     parts = [each.part if isinstance(each, SharedGradient) else each for each in first]
     # Where there is a number per gradient, those of parts on other ranks are left out with them.
-    others = [_of_present(other, parts) if isinstance(other, list | tuple) else other for other in others]
+    for place, other in enumerate(others):
+        if isinstance(other, list | tuple):
+            others[place] = [number for number, part in zip(other, parts, strict=True) if part is not None]
     present = [part for part in parts if part is not None]
     if present:
         func(present, *others, **kwargs)
     return None
 
 
-def _of_present(numbers: Sequence[Any], parts: Sequence[torch.Tensor | None]) -> list[Any]:
-    return [number for number, part in zip(numbers, parts, strict=True) if part is not None]
-
-
 def _norms(gradients: Sequence[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """``torch._foreach_norm``: the norm of each gradient, of which each rank may have a part."""
     norms = []
     for each in gradients:
-        norm = each.circle.norm_of(each, float(ord)) if isinstance(each, SharedGradient) else _norm(each, float(ord))
+        norm = each.group.norm_of(each, float(ord)) if isinstance(each, SharedGradient) else _norm(each, float(ord))
         norms.append(norm.to(each.device, dtype or each.dtype.to_real()))
     return norms
 
@@ -210,9 +208,9 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_sca
     present = [part for part in parts if part is not None and part.numel()]
     if present:
         torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, inv_scale)
-    circles = {id(each.circle): each.circle for each in _shared_in(gradients)}
-    for circle in circles.values():
-        circle.forget()
-        shared = found_inf.to(circle.communicator.device, copy=True)
-        circle.communicator.all_reduce(shared, "max").wait()
+    groups = {id(each.group): each.group for each in _shared_in(gradients)}
+    for group in groups.values():
+        group.forget()
+        shared = found_inf.to(group.communicator.device, copy=True)
+        group.communicator.all_reduce(shared, "max").wait()
         found_inf.copy_(shared)

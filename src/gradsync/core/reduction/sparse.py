@@ -56,9 +56,13 @@ def reduce_sparse_gradients(
     """Replace each parameter's gradient by the mean, where at least one rank used the parameter."""
     if not parameters:
         return
-    local = torch.tensor(
-        [[_kind(parameter, flag), _nnz(parameter)] for parameter, flag in zip(parameters, used, strict=True)]
-    )
+    rows = []
+    for parameter, is_used in zip(parameters, used, strict=True):
+        gradient = parameter.grad
+        is_sparse = gradient is not None and gradient.is_sparse
+        kind = NOTHING if gradient is None or not is_used else SPARSE if is_sparse else DENSE
+        rows.append([kind, gradient._nnz() if is_sparse else 0])  # type: ignore[union-attr]
+    local = torch.tensor(rows)
     gathered = torch.empty(local.numel() * communicator.world_size, dtype=local.dtype, device=communicator.device)
     communicator.all_gather(gathered, local.view(-1).to(communicator.device)).wait()
     kinds, counts = gathered.cpu().view(communicator.world_size, -1, 2).unbind(2)
@@ -71,17 +75,6 @@ def reduce_sparse_gradients(
         elif kind == SPARSE:
             counted = counts[:, number].tolist()
             exchange(parameter, _sparse_mean(parameter, dtype, counted, communicator, divisor))
-
-
-def _kind(parameter: torch.nn.Parameter, used: bool) -> int:
-    if parameter.grad is None or not used:
-        return NOTHING
-    return SPARSE if parameter.grad.is_sparse else DENSE
-
-
-def _nnz(parameter: torch.nn.Parameter) -> int:
-    gradient = parameter.grad
-    return gradient._nnz() if gradient is not None and gradient.is_sparse else 0
 
 
 def _dense_mean(

@@ -1,8 +1,8 @@
 """Gradient accumulation windows between two optimizer steps: weights of micro-batches, and checks against tampering."""
 
-from gradsync.core.window.weights import Counting, Weights, checked_weight
+from gradsync.core.window.weights import Counting
 from gradsync.core.window.window import (
-    TamperCheck,
+    Reported,
     Window,
     WindowState,
     has_nonzero_gradients,
@@ -11,11 +11,9 @@ from gradsync.core.window.window import (
 
 __all__ = [
     "Counting",
-    "TamperCheck",
-    "Weights",
+    "Reported",
     "Window",
     "WindowState",
-    "checked_weight",
     "has_nonzero_gradients",
     "has_unattached_gradients",
 ]

@@ -20,6 +20,7 @@ Buffers are not compared: each rank's forward updates its own, until rank 0's ar
 """
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,8 @@ class Comparison:
         value_of: Callable[[torch.nn.Parameter], torch.Tensor] | None = None,
     ) -> None:
         self._settings, self._names = settings, [spec.name for spec in specs]
-        self._communicator, self._value_of = communicator, value_of or _memory_of
+        # Not the parameter itself: a backward is running and need not notice the repair.
+        self._communicator, self._value_of = communicator, value_of or operator.attrgetter("data")
 
     def before_window(self, window: int, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Compare, if this window is due: ranks know by counting. Collective."""
@@ -113,12 +115,12 @@ class Comparison:
         if self._settings.on_mismatch == "raise" or any(each.majority is None for each in differences):
             self._refuse(differences)
         for difference in differences:
-            self._heal(difference, values[difference.index])
+            self._repair(difference, values[difference.index])
         if self._communicator.rank == 0:
             LOGGER.warning(
                 "%s, and taken from the majority. States of optimizers are not compared: if one of them was changed "
                 "too, replicas will differ again",
-                self._told(differences),
+                self._describe(differences),
             )
 
     def _gather(self, numbers: torch.Tensor) -> list[int]:
@@ -129,14 +131,14 @@ class Comparison:
         return gathered.tolist()
 
     @torch.no_grad()
-    def _heal(self, difference: _Difference, value: torch.Tensor) -> None:
+    def _repair(self, difference: _Difference, value: torch.Tensor) -> None:
         source = next(rank for rank in range(len(difference.prints)) if rank not in difference.others)
         whole = value.contiguous()
         self._communicator.broadcast(whole.view(-1).view(torch.uint8), source).wait()
         if whole is not value and self._communicator.rank in difference.others:
             value.copy_(whole)
 
-    def _told(self, differences: Sequence[_Difference]) -> str:
+    def _describe(self, differences: Sequence[_Difference]) -> str:
         """An error message: which ranks differ, and in what."""
         first, further = differences[0], len(differences) - 1
         names = listed([rank_name(self._communicator.group, rank) for rank in first.others])
@@ -146,16 +148,11 @@ class Comparison:
         return f"{which} was found to differ on {names}, no majority of which agrees"
 
     def _refuse(self, differences: Sequence[_Difference]) -> None:
-        healing = "" if self._settings.on_mismatch == "raise" else " Nothing was healed."
+        repaired = "" if self._settings.on_mismatch == "raise" else " Nothing was repaired."
         raise MismatchError(
-            f"{self._told(differences)}: a bit has flipped, or code that only some ranks run has changed it.{healing} "
-            "Load the last checkpoint on all ranks, and call zero_grad() before the next backward"
+            f"{self._describe(differences)}: a bit has flipped, or code that only some ranks run has changed it."
+            f"{repaired} Load the last checkpoint on all ranks, and call zero_grad() before the next backward"
         )
-
-
-def _memory_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Not the parameter itself: a backward is running and need not notice the repair."""
-    return parameter.data
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:

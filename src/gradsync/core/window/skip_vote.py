@@ -2,14 +2,14 @@
 
 ::
 
-    backward        every rank checks its own gradients, bucket by bucket         core/window/skip_vote.py
-    the control flags say that there is a skip vote; all ranks read the same            core/bucket/control_flags.py
-    afterwards      all exchange which rank it was, and why                       SkipVote.hear
+    backward        every rank checks its own gradients, bucket by bucket         FiniteCheck
+    control flags   say that there is a skip vote; all ranks read the same        core/bucket/control_flags.py
+    afterwards      all exchange which rank it was, and why                       SkipVote.exchange
 
 Then all ranks do the same, as ``on_bad_step`` says:
 
 raise        :class:`~gradsync.BadStepError` on all ranks, including the one that has voted to skip.
-skip  backward ends as usual, and the next optimizer step changes nothing.
+skip         backward ends as usual, and the next optimizer step changes nothing.
 drop-rank    the mean is over the other ranks. If all have voted to skip, the window is skipped.
 
 [Note: a failed backward is never dropped] Its error reaches the user's code on that rank alone, which zeroes gradients
@@ -26,8 +26,8 @@ by bucket, right before they are sent. On a CPU the sum of a bucket is enough, a
 is not finite makes the sum not finite. Finite numbers may overflow in it, so this is only a suspicion, and a rare one;
 the extremes of each gradient then show whether it is true, and which parameter it is.
 
-On an accelerator the host must not wait, and learns of it from the control flags, where the device itself sets the
-mark. There the extremes are computed right away, in one operation for all gradients of a bucket.
+On an accelerator the host must not wait, and learns of it from the control flags, which the device itself sets. There
+the extremes are computed right away, in one operation for all gradients of a bucket.
 """
 
 import logging
@@ -47,6 +47,8 @@ from gradsync.core.bucket.control_flags import Requests, reads_at_once
 
 __all__ = ["ON_BAD_STEP", "FiniteCheck", "OnBadStep", "SkipVote", "WindowVerdict", "invalidate"]
 
+LOGGER = logging.getLogger("gradsync")
+
 
 class FiniteCheck:
     """The findings in this rank's gradients, in one window."""
@@ -63,7 +65,7 @@ class FiniteCheck:
 
     @torch.no_grad()
     def look(self, bucket: Bucket) -> None:
-        """Check a bucket whose gradients are settled, but still this rank's own."""
+        """Check a bucket whose gradients are complete, but still this rank's own."""
         if reads_at_once(bucket.plan.device):
             if not math.isfinite(bucket.payload.sum().item()):
                 self._note(bucket, [slot for slot, view in enumerate(bucket.views) if not _is_finite(view)])
@@ -110,8 +112,6 @@ def _is_finite(gradient: torch.Tensor) -> bool:
     return all(math.isfinite(extreme.item()) for extreme in torch.aminmax(gradient))
 
 
-LOGGER = logging.getLogger("gradsync")
-
 OnBadStep = Literal["raise", "skip", "drop-rank"]
 ON_BAD_STEP = ("raise", "skip", "drop-rank")
 
@@ -142,22 +142,12 @@ class SkipVote:
         self._stands = False
         # Only those who request the check pay for it.
         self.check = None if on_bad_step is None else FiniteCheck()
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether no bucket may start before all were checked: a dropped rank must not have sent any."""
-        return self._on_bad_step == "drop-rank"
-
-    @property
-    def reads_at_once(self) -> bool:
-        """Whether all ranks wait for the control flags, even on an accelerator, to learn of a skip vote before the
-        step."""
-        return self._on_bad_step is not None
-
-    @property
-    def tolerates(self) -> bool:
-        """Whether a failed backward on another rank is not an error here: the window is skipped."""
-        return self._on_bad_step in ("skip", "drop-rank")
+        # No bucket may start before all were checked: a dropped rank must not have sent any.
+        self.holds_back = on_bad_step == "drop-rank"
+        # All ranks wait for the control flags, even on an accelerator, to learn of a skip vote before the step.
+        self.reads_at_once = on_bad_step is not None
+        # A failed backward on another rank is not an error here: the window is skipped.
+        self.tolerates = on_bad_step in ("skip", "drop-rank")
 
     @property
     def is_noted(self) -> bool:
@@ -200,25 +190,23 @@ class SkipVote:
 
     # -- the votes of all ranks ------------------------------------------------------------------------------------
 
-    def hear(self) -> WindowVerdict:
-        """The control flags say that there is a skip vote: learn whose it is, why, and what follows. Collective.
-
-        Raises :class:`BadStepError` on all ranks where that is what follows.
-        """
+    def exchange(self) -> WindowVerdict:
+        """The control flags say that there is a skip vote: exchange whose it is and why, and decide what follows, which
+        may be a :class:`BadStepError` on all ranks. Collective."""
         reasons = gather_bytes(self._communicator, self.reason)
         votes = {rank: reason for rank, reason in enumerate(reasons) if reason}
-        told = listed([self._told(rank, reason) for rank, reason in votes.items() if reason != STILL] or [""])
+        why = listed([self._describe(rank, reason) for rank, reason in votes.items() if reason != STILL] or [""])
         if self._on_bad_step == "raise":
             raise BadStepError(
-                f"{told}, so these gradients are not the mean over all ranks. Call zero_grad() before the next backward"
+                f"{why}, so these gradients are not the mean over all ranks. Call zero_grad() before the next backward"
             )
         finite = not any(reason.startswith(NOT_FINITE) for reason in reasons)
-        drops = self._on_bad_step == "drop-rank" and len(votes) < len(reasons) and STILL not in votes.values()
+        drops = self.holds_back and len(votes) < len(reasons) and STILL not in votes.values()
         if drops:
-            self._warn(f"{told}: the mean of this window is over the other ranks")
+            self._warn(f"{why}: the mean of this window is over the other ranks")
             return WindowVerdict(dropped=len(votes))
-        if told:
-            self._warn(f"{told}: this window is skipped on all ranks, and no optimizer steps on it")
+        if why:
+            self._warn(f"{why}: this window is skipped on all ranks, and no optimizer steps on it")
         return WindowVerdict(finite=finite)
 
     def tolerate(self, failed: Sequence[int]) -> WindowVerdict:
@@ -228,7 +216,7 @@ class SkipVote:
         self._warn(f"the backward of {names} failed: this window is skipped on all ranks", by=present)
         return WindowVerdict()
 
-    def _told(self, rank: int, reason: bytes) -> str:
+    def _describe(self, rank: int, reason: bytes) -> str:
         name, text = rank_name(self._communicator.group, rank), reason[1:].decode()
         if reason.startswith(NOT_FINITE):
             return f"the gradient of parameter {text!r} on {name} is not finite"

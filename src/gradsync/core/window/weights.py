@@ -62,15 +62,6 @@ class _Tally:
     framed: bool = False
 
 
-@dataclass(kw_only=True)
-class _Block:
-    """The running micro-batch of accumulate(). ``deferred``: a synchronization in the middle of a window, of plain
-    means, which are divided by the weights when the window ends."""
-
-    deferred: bool
-    counted: bool = False
-
-
 class Weights:
     """The weights of the micro-batches in the window of one synchronizer."""
 
@@ -78,7 +69,10 @@ class Weights:
         self._communicator = communicator
         # Σ w over all ranks, as expected before it is known. See [Note: what is not known].
         self.expected: float | None = None
-        self._block: _Block | None = None
+        # Inside a micro-batch of accumulate(), where backwards count even if they are plain, each block once. It is
+        # deferred if its synchronization is in the middle of a window, of plain means, which are divided by the weights
+        # when the window ends.
+        self.in_block = self.deferred = self._block_counted = False
         # The same on all ranks; None before the first window. See [Note: who counts].
         self._last_window_counted: bool | None = None
         self._pending: Handle | None = None
@@ -96,9 +90,7 @@ class Weights:
         # the further backward that is about to run has undone the mean.
         self.synchronized = False
         self._tally = _Tally()
-        if self._block is not None:
-            self._block.counted = False
-        self._takes_back = False
+        self._block_counted = self._takes_back = False
 
     def _forget_sums(self) -> None:
         self._message: torch.Tensor | None = None
@@ -146,25 +138,15 @@ class Weights:
         """The sum over all ranks in the window that was just synchronized; 0 where none counted."""
         return 0.0 if self._total is None else float(self._total)
 
-    @property
-    def in_block(self) -> bool:
-        """Inside accumulate(): backwards count, even plain ones, each block once."""
-        return self._block is not None
-
-    @property
-    def deferred(self) -> bool:
-        """Whether a synchronization now would be in the middle of a window."""
-        return self._block is not None and self._block.deferred
-
     # -- counting ----------------------------------------------------------------------------------------------
 
     def enter_block(self, *, deferred: bool) -> None:
         """A micro-batch of accumulate() begins."""
-        self._block = _Block(deferred=deferred)
+        self.in_block, self.deferred, self._block_counted = True, deferred, False
         self._tally.framed = True
 
     def leave_block(self, *, last: bool) -> None:
-        self._block = None
+        self.in_block = self.deferred = False
         if last:
             self.reset()
 
@@ -181,16 +163,13 @@ class Weights:
         tally.sum += weight
         if unit is not None:
             tally.unit = unit
+        elif tally.unit is None and self.expected is not None:
+            tally.unit = self.expected / self._communicator.world_size
         elif tally.unit is None:
-            tally.unit = self._new_unit(weight)
+            # Means in the middle of a window mix gradients of several ranks, so these must be in the same unit.
+            tally.unit = 1.0 if self.deferred else weight
         self._takes_back = False
         return tally.unit
-
-    def _new_unit(self, weight: float) -> float:
-        if self.expected is not None:
-            return self.expected / self._communicator.world_size
-        # Means in the middle of a window mix gradients of several ranks, so these must be in the same unit.
-        return 1.0 if self.deferred else weight
 
     def add_plain(self, *, announced: bool = False, unit: float | None = None) -> float:
         """Count a backward without a weight: inside accumulate() the block counts as one micro-batch.
@@ -198,10 +177,10 @@ class Weights:
         Returns the unit of its gradient, used if the backward was announced: that of the window's earlier ones, or
         ``unit``.
         """
-        tally, block = self._tally, self._block
+        tally = self._tally
         if tally.weighted:
             self._refuse_mixture("an earlier one")
-        if not (block or tally.plain or announced):
+        if not (self.in_block or tally.plain or announced):
             return 1.0
         if not announced and tally.plain and tally.unit != 1.0:
             raise MisuseError(
@@ -209,7 +188,7 @@ class Weights:
                 f"{tally.unit:g}, and this one as loss.backward(), which does not: it would count {tally.unit:g} times "
                 "as much. Run all backwards of a window as accelerator.backward(loss)"
             )
-        if tally.framed and not block and not announced:
+        if tally.framed and not self.in_block and not announced:
             raise MisuseError(
                 "a backward outside accumulate() has reached a model in the middle of its window, and would be counted "
                 "into it. If it is another model's loss, freeze this one meanwhile with requires_grad_(False)"
@@ -218,22 +197,18 @@ class Weights:
             # Means in the middle of a window mix gradients of several ranks, even of ranks whose backward has no unit.
             tally.unit = 1.0 if unit is None or self.deferred else unit
         tally.backwards += 1
-        self._takes_back = block is None or not block.counted
-        if not self._takes_back:
-            return tally.unit
-        if block is not None:
-            block.counted = True
-        tally.plain += 1
-        tally.sum += 1.0
+        self._takes_back = not (self.in_block and self._block_counted)
+        if self._takes_back:
+            self._block_counted = True
+            tally.plain += 1
+            tally.sum += 1.0
         return tally.unit
 
     def take_back_plain(self) -> None:
         """That backward has reached no parameter, like ``autograd.grad``. The block is still to be counted."""
         if not self._takes_back:
             return
-        self._takes_back = False
-        if self._block is not None:
-            self._block.counted = False
+        self._takes_back = self._block_counted = False
         self._tally.plain -= 1
         self._tally.sum -= 1.0
         self._tally.backwards -= 1
@@ -286,7 +261,7 @@ class Weights:
         scale = unit * self._communicator.world_size / self.expected
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
-    def require_told(self) -> None:
+    def require_announced(self) -> None:
         """Before the control flags, which report failures, are sent: raise if the others were told a different sum."""
         if self._message is not None and self._tally.sum != self._sent:
             raise MisuseError(
@@ -349,7 +324,11 @@ class Weights:
     def _send(self, *, uncounted: bool) -> None:
         tally = self._tally
         kinds = (tally.weighted > 0, tally.plain > 0, uncounted)
-        self._message = _on(self._communicator.device, (tally.sum, *map(float, kinds)))
+        message, device = (
+            torch.tensor([tally.sum, *kinds], dtype=torch.float64, device="cpu"),
+            self._communicator.device,
+        )
+        self._message = message if device.type == "cpu" else message.pin_memory().to(device, non_blocking=True)
         self._pending = self._communicator.all_reduce(self._message)
         self._sent = tally.sum
         self._total = None
@@ -382,11 +361,6 @@ def _refuse_mixed_ranks(weighted: float, plain: float, uncounted: float, *, late
             f"some ranks ran the backwards of {window} inside accumulate() or through model.backward(), which count "
             "them, and some did not, so there is no right mean. Frame the micro-batches on all ranks, or on none"
         )
-
-
-def _on(device: torch.device, numbers: tuple[float, ...]) -> torch.Tensor:
-    message = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    return message if device.type == "cpu" else message.pin_memory().to(device, non_blocking=True)
 
 
 def checked_weight(weight: Any) -> float:

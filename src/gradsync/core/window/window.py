@@ -1,8 +1,13 @@
-"""The window between two optimizer steps: which of its backwards counts, and what would make its mean wrong.
+"""The window between two optimizer steps: what has happened in it, how it ended, and what would make its mean wrong.
 
 A window is *counted* when its micro-batches are framed by ``accumulate()`` or run through ``backward(loss, weight=…)``:
 its gradient is then the weighted mean over all micro-batches of all ranks, see :mod:`gradsync.core.window.weights`.
 Otherwise it is as in torch's DDP: gradients add up, and the sum is averaged over the ranks.
+
+[Note: the same window] A rank that abstains takes part at once, where its backward would have, and the other ranks have
+ended the window. If it abstained a second time, or ran the backward of its forward after all, that would count as its
+part in their next window, and from then on it would be one window ahead. So a further ``abstain()`` needs evidence that
+the window has ended here too: a step, gradients that were zeroed, a forward, or a block of ``accumulate()``.
 
 [Note: tampering] A window accumulates in the buckets. Nothing else may write there between its micro-batches: zeroing
 loses what was accumulated, clipping scales part of a sum. Neither can be observed while it happens, but both leave a
@@ -22,7 +27,7 @@ from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.chunk import gradients_of
 from gradsync.core.window.weights import Weights
 
-__all__ = ["TamperCheck", "Window", "WindowState", "has_nonzero_gradients", "has_unattached_gradients"]
+__all__ = ["Reported", "TamperCheck", "Window", "WindowState", "has_nonzero_gradients", "has_unattached_gradients"]
 
 
 class _Seen(NamedTuple):
@@ -96,6 +101,13 @@ def has_unattached_gradients(buckets: Iterable[Bucket]) -> bool:
     )
 
 
+class Reported(enum.Enum):
+    """What this rank has reported to the others in the place of a backward."""
+
+    FAILED = "its backward failed"
+    ABSTAINED = "it abstains"
+
+
 class WindowState(enum.Enum):
     """What has happened since the last optimizer step."""
 
@@ -106,10 +118,15 @@ class WindowState(enum.Enum):
 
 
 class Window:
-    """The current window of one synchronizer, reused for each window."""
+    """The current window of one synchronizer: this rank's part of it, its outcome, and what the others know of it.
+
+    A parameter is absent from a window if every forward of the window has announced it as absent, as modules do that
+    leave layers out.
+    """
 
     def __init__(self, communicator: Communicator, outside: Callable[[], Sequence[torch.nn.Parameter]] = tuple) -> None:
-        self._state = WindowState.CLOSED
+        # What has happened since the last optimizer step.
+        self.state = WindowState.CLOSED
         # Parameters whose gradients have no place in a bucket.
         self._outside = outside
         self.weights = Weights(communicator)
@@ -119,25 +136,33 @@ class Window:
         self.is_rejected = self.step_was_skipped = False
         # Whether backwards run inside the step of an optimizer.
         self.is_stepped_by_closure = False
+        # Windows that all ranks have synchronized, and failures that all of them know of.
+        self.synchronizations = self.failures = 0
+        # Whether no rank waits for this one in the running synchronization any more, however it ends here.
+        self.exchanged = False
+        # What the others know of the window that has ended last, if nothing has begun since.
+        self.reported: Reported | None = None
+        # How often this rank has abstained. The backwards of forwards that ran before the last time are refused.
+        self.abstentions = 0
+        # It has abstained, and what the window left behind shows whether it was zeroed since.
+        self._abstained = False
+        self._left = TamperCheck()
+        # Whether a forward ran in this window, and in the running micro-batch of accumulate().
+        self.any_forward = self.any_in_block = False
+        # A forward has begun, whether or not it completed, and no backward has ended since.
+        self.awaits_backward = False
+        # None once its backward has ended.
+        self.last_synchronizes: bool | None = None
+        self._absent_now: set[int] | None = None
+        self._absent: set[int] | None = None
 
     def __repr__(self) -> str:
-        return f"Window({self._state.name.lower()}: {self._state.value}; {self.weights!r})"
-
-    @property
-    def state(self) -> WindowState:
-        """What has happened since the last optimizer step."""
-        return self._state
-
-    def forward_ran(self, has_gradients: Callable[[], bool]) -> None:
-        """A forward has run whose backward will synchronize."""
-        # Zeroed gradients close a window too: a scaler may have skipped its step.
-        if self._state is WindowState.CLOSED or (self._state is WindowState.SYNCHRONIZED and not has_gradients()):
-            self._state = WindowState.OPEN
-            self.is_rejected = False
+        return f"Window({self.state.name.lower()}: {self.state.value}; {self.weights!r})"
 
     def begin_backward(self, buckets: Sequence[Bucket], *, late: bool = False) -> None:
         """A backward begins, and has been counted. ``late``: it has already left its first gradient."""
-        self._look_whether_zeroed()
+        # A skip vote applies to the existing gradients: where they were zeroed, a new window begins.
+        self.is_rejected = self.stays_rejected
         if self.weights.counting:
             self._require_untouched(continues=self.weights.backwards > 1, late=late)
             if self.weights.synchronized:
@@ -146,7 +171,7 @@ class Window:
     def backward_ended(self, buckets: Sequence[Bucket], *, arrived: bool) -> None:
         """A backward of this rank alone has ended."""
         if arrived:
-            self._state = WindowState.UNSYNCHRONIZED
+            self.state = WindowState.UNSYNCHRONIZED
         else:
             self.weights.take_back_plain()
         if self.weights.counting:
@@ -154,17 +179,13 @@ class Window:
 
     def begin_synchronization(self) -> None:
         """Average what has accumulated, without a further backward."""
-        self._look_whether_zeroed()
-        if self._state is WindowState.UNSYNCHRONIZED and self.weights.counting:
-            self._require_untouched(continues=True, late=False)
-
-    def _look_whether_zeroed(self) -> None:
-        """A skip vote applies to the existing gradients: where they were zeroed, a new window begins."""
         self.is_rejected = self.stays_rejected
+        if self.state is WindowState.UNSYNCHRONIZED and self.weights.counting:
+            self._require_untouched(continues=True, late=False)
 
     def rejected(self, buckets: Sequence[Bucket]) -> None:
         """Ranks have agreed to skip the window. None of its counts carry over to the next one."""
-        self._state = WindowState.SYNCHRONIZED
+        self.state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
         self._tamper_check.forget()
         self.weights.reset()
@@ -172,7 +193,7 @@ class Window:
 
     def synchronized(self, buckets: Sequence[Bucket]) -> None:
         """The gradients are means now."""
-        self._state = WindowState.SYNCHRONIZED
+        self.state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
         self.weights.learn()
         if self.weights.counting:
@@ -188,12 +209,12 @@ class Window:
     def reopen(self, buckets: Sequence[Bucket], *, accumulated: bool) -> None:
         """Continue in a window that was saved, whose gradients are in the buckets again."""
         if accumulated:
-            self._state = WindowState.UNSYNCHRONIZED
+            self.state = WindowState.UNSYNCHRONIZED
             self._tamper_check.note(buckets, self._outside())
 
     def close(self) -> None:
         """The optimizer steps."""
-        self._state = WindowState.CLOSED
+        self.state = WindowState.CLOSED
         self.is_rejected = False
         self.weights.reset()
 
@@ -205,7 +226,7 @@ class Window:
 
     def refuse_step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise if an optimizer would step on this rank's own gradients."""
-        if self._state is WindowState.UNSYNCHRONIZED and has_nonzero_gradients(parameters):
+        if self.state is WindowState.UNSYNCHRONIZED and has_nonzero_gradients(parameters):
             raise MisuseError(
                 "optimizer.step() was called on gradients that only this rank has: every backward since the last "
                 "step ran under no_sync() or in accumulate(last=False). Step after the window's last backward, which "
@@ -216,14 +237,14 @@ class Window:
     @property
     def may_zero(self) -> bool:
         """Whether zeroing would lose nothing that the window still needs."""
-        if self._state is WindowState.UNSYNCHRONIZED:
+        if self.state is WindowState.UNSYNCHRONIZED:
             return False
         return not self.weights.counting or self.weights.synchronized
 
     @property
     def has_means(self) -> bool:
         """Whether the gradients are the last synchronized ones: not zeroed since, and perhaps recomputed."""
-        return self._state is WindowState.SYNCHRONIZED and not self._means.has_lost
+        return self.state is WindowState.SYNCHRONIZED and not self._means.has_lost
 
     @property
     def stays_rejected(self) -> bool:
@@ -231,14 +252,9 @@ class Window:
         return self.is_rejected and self._means.is_unchanged
 
     @property
-    def is_closed(self) -> bool:
-        """Whether nothing has happened since the last step."""
-        return self._state is WindowState.CLOSED
-
-    @property
     def finished(self) -> bool:
         """Whether gradients, if there are any, are the means of the whole window."""
-        return self._state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
+        return self.state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
 
     def changed_by_engine(self) -> None:
         """The engine itself has scaled the means: this is not tampering."""
@@ -264,7 +280,7 @@ class Window:
                     f"gradients were {what} inside an unfinished window, so its mean would be wrong. Zero, unscale and "
                     "clip after the window's last backward; to give a window up, call discard()"
                 )
-        elif self._state is WindowState.UNSYNCHRONIZED:
+        elif self.state is WindowState.UNSYNCHRONIZED:
             raise MisuseError(
                 "a window begins with gradients that were accumulated before it, by backwards without weight outside "
                 "accumulate(). Run all backwards of a window inside accumulate(), or zero the gradients before it"
@@ -290,3 +306,103 @@ class Window:
             for gradient in gradients_of(self._outside()):
                 if gradient is not None:
                     (gradient._values() if gradient.is_sparse else gradient).mul_(factor)
+
+    @property
+    def ends(self) -> int:
+        """How many synchronizations have ended, successfully or not."""
+        return self.synchronizations + self.failures
+
+    # -- forwards --------------------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward with gradients on is about to run."""
+        self.begin_another()
+        self.any_forward = self.any_in_block = self.awaits_backward = True
+        self._absent_now = set()
+
+    def end_forward(self, has_gradients: Callable[[], bool], *, synchronizes: bool) -> None:
+        """A forward has run. ``synchronizes``: its backward will."""
+        self.last_synchronizes = synchronizes
+        if self._absent_now is not None:
+            self._absent = self._absent_now if self._absent is None else self._absent & self._absent_now
+            self._absent_now = None
+        # Zeroed gradients close a window too: a scaler may have skipped its step.
+        if synchronizes and (
+            self.state is WindowState.CLOSED or (self.state is WindowState.SYNCHRONIZED and not has_gradients())
+        ):
+            self.state = WindowState.OPEN
+            self.is_rejected = False
+
+    def miss_forward(self) -> None:
+        """This rank has taken part in a forward of the others without running one of its own."""
+        self.any_forward = self.any_in_block = True
+
+    def announce_absent(self, indices: Iterable[int]) -> None:
+        """The running forward leaves these parameters out. Has no effect outside a forward."""
+        if self._absent_now is not None:
+            self._absent_now.update(indices)
+
+    def announce_all_absent(self, count: int) -> None:
+        """A rank without data leaves out all parameters."""
+        self._absent = set(range(count))
+
+    @property
+    def absent(self) -> set[int]:
+        """The parameters that no forward of the window has used."""
+        return self._absent or set()
+
+    def close_backward(self) -> None:
+        """A backward is over, whatever its outcome."""
+        self.awaits_backward = False
+        self.last_synchronizes = None
+
+    def close_window(self) -> None:
+        """A synchronization is over, whatever its outcome."""
+        self.any_forward = self.awaits_backward = False
+        self._absent = None
+
+    # -- abstaining: see [Note: the same window] -------------------------------------------------------------------
+
+    def abstained(self, buckets: Sequence[Bucket]) -> None:
+        """All ranks know that this one abstains, and the window is over for them."""
+        self.abstentions += 1
+        self._abstained, self.reported = True, Reported.ABSTAINED
+        self._left.note(buckets, self._outside())
+
+    def begin_another(self) -> None:
+        """Everything from here on belongs to a window that the other ranks do not know of."""
+        self.reported = None
+        self.end_abstention()
+
+    def end_abstention(self) -> None:
+        """Everything from here on belongs to a window after the one from which this rank has abstained."""
+        self._abstained = False
+        self._left.forget()
+
+    @property
+    def has_abstained(self) -> bool:
+        """Whether this rank may no longer contribute to the window."""
+        if self._abstained and (self._left.has_lost or self._left.has_changed):
+            self.end_abstention()
+        return self._abstained
+
+    def refuse_second_abstention(self) -> None:
+        if self.has_abstained:
+            raise MisuseError(
+                "abstain() was called a second time in one window, of which all ranks know by the first, or by "
+                "an error in backward. If it is meant for the next window, end this one first: call optimizer.step() "
+                "on this rank as on the others (it changes nothing where the window is skipped), or zero_grad()"
+            )
+
+    def expect_backward(self) -> None:
+        """A backward is about to run: refuse it if this rank has abstained instead."""
+        if self.has_abstained:
+            self.refuse_backward()
+
+    def refuse_backward(self) -> None:
+        """Refuse the backward of a forward that ran before the abstention."""
+        raise MisuseError(
+            "a backward has reached a forward from which this rank has abstained: abstain() stands in the place of the "
+            "backward, and the other ranks have ended the window by now. Drop this loss, and end the window on this "
+            "rank as on the others, with optimizer.step() or zero_grad()"
+        )

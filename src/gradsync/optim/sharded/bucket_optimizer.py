@@ -1,7 +1,7 @@
 """Base class of optimizers that use the engine's buckets between two backwards: attach, step and detach.
 
 Between two backwards such an optimizer has the mean of this rank's share of every bucket, and the buckets' memory
-(:mod:`gradsync.core.engine.sharing`). What it does with them is defined in
+(:mod:`gradsync.core.engine.gradient_store`). What it does with them is defined in
 :mod:`gradsync.optim.sharded.optimizer` and :mod:`gradsync.optim.sharded.overlapped`.
 """
 
@@ -92,11 +92,11 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def move_out(self) -> None:
-        """Release the buckets, which are about to go: :class:`~gradsync.core.engine.sharing.BucketClient`."""
+        """Release the buckets, which are about to go: :class:`~gradsync.core.engine.gradient_store.BucketClient`."""
 
     @abstractmethod
     def moved(self, buckets: Sequence[Bucket]) -> None:
-        """Buckets were rebuilt: :class:`~gradsync.core.engine.sharing.BucketClient`. Collective."""
+        """Buckets were rebuilt: :class:`~gradsync.core.engine.gradient_store.BucketClient`. Collective."""
 
     # -- in the buckets of the engine ------------------------------------------------------------------------------
 
@@ -158,12 +158,12 @@ class BucketOptimizer(torch.optim.Optimizer):
         return ChosenMode(self.whole, scattered, partial(type(self)._mode_changed, weakref.proxy(self)))
 
     def leave(self) -> None:
-        """The buckets are needed for gradients: :class:`~gradsync.core.engine.sharing.BucketClient`."""
+        """The buckets are needed for gradients: :class:`~gradsync.core.engine.gradient_store.BucketClient`."""
         self.flush()
 
     @property
     def whole(self) -> Reduction:
-        """What the model uses without this optimizer: :class:`~gradsync.core.engine.sharing.BucketClient`."""
+        """What the model uses without this optimizer: :class:`~gradsync.core.engine.gradient_store.BucketClient`."""
         before = self._reduction_before
         return before.whole if isinstance(before, ScatteredMean) else before
 

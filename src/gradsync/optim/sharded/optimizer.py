@@ -332,7 +332,7 @@ class ShardedOptimizer(BucketOptimizer):
         specs, parts, inside = self._synchronizer.specs, self._parts(), self._inside()
         given = {id(p) for p in indexed(self.param_groups)}
         wanted = [i for i, p in enumerate(self._synchronizer.parameters) if id(p) in given]
-        sizes, groups = {specs[i].name: specs[i].wire_numel for i in wanted}, len(self.param_groups)
+        sizes, groups = {specs[i].name: specs[i].bucket_numel for i in wanted}, len(self.param_groups)
         communicator = self._synchronizer.communicator
         # A disk may exist on one host and not on another, and reading is a collective.
         reader = make_together(
@@ -352,7 +352,7 @@ class ShardedOptimizer(BucketOptimizer):
         return state
 
     def _place(self, index: int, parts: Mapping[int, Part]) -> Place:
-        whole, part = self._synchronizer.specs[index].wire_numel, parts.get(index)
+        whole, part = self._synchronizer.specs[index].bucket_numel, parts.get(index)
         if part is None:
             return Place(whole=whole, offset=0, count=whole)
         return Place(whole=whole, offset=part.offset, count=part.stop - part.start)
