@@ -33,7 +33,6 @@ from gradsync.checkpoint import (
     encode,
     files,
     folder,
-    manifest,
     rng_state,
     set_rng_state,
 )
@@ -393,7 +392,7 @@ def test_what_was_saved_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
     assert_only(root, 90, 100)
     names = {
         *FILES[:4],
-        *(name for rank in range(ranks.world_size) for name in manifest.file_names(f"rank-{rank:05d}")),
+        *(name for rank in range(ranks.world_size) for name in folder.file_names(f"rank-{rank:05d}")),
     }
     assert set(os.listdir(paths[0])) == names
 
@@ -406,14 +405,14 @@ def test_an_empty_folder_has_nothing(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(load, tmp_path) == [None] * ranks.world_size
 
 
-def read_only(root: Path) -> tuple[list[int], int | None]:
-    return at(root).steps(), at(root).latest
+def read_only(root: Path) -> list[int]:
+    return at(root).steps()
 
 
-def test_steps_and_latest(tmp_path: Path) -> None:
-    assert TWO.run(read_only, tmp_path / "absent") == [([], None)] * 2
+def test_steps(tmp_path: Path) -> None:
+    assert TWO.run(read_only, tmp_path / "absent") == [[]] * 2
     TWO.run(save, tmp_path, 7, 123456789, 30)
-    assert TWO.run(read_only, tmp_path) == [([30, 123456789], 123456789)] * 2
+    assert TWO.run(read_only, tmp_path) == [[30, 123456789]] * 2
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [40]), (2, [30, 40]), (9, [10, 20, 30, 40])])
@@ -600,7 +599,7 @@ def test_a_step_that_was_asked_for_is_not_replaced_by_another(root: Path) -> Non
 
 
 def test_a_newer_format_says_to_update(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "FORMAT", 2)
+    monkeypatch.setattr(folder, "FORMAT", 2)
     TWO.run(save, root, 110)
     monkeypatch.undo()
     for kind, message in TWO.run(outcome, load, root):
@@ -640,7 +639,7 @@ def save_with_failure(root: Path, rank: int, file: str, number: int) -> tuple[st
     with pytest.MonkeyPatch.context() as patch:
         failing = fail_on(rank, file, number)
         if choose_communicator().rank == rank:  # in threads, one of them for all
-            for module in (folder, files, manifest):
+            for module in (folder, files):
                 patch.setattr(module, "write_file", failing)
         return outcome(save, root, 110)
 
@@ -798,7 +797,7 @@ def test_what_cannot_be_removed_is_warned_of(root: Path, monkeypatch: pytest.Mon
     def failing(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(manifest.shutil, "rmtree", failing)
+    monkeypatch.setattr(folder.shutil, "rmtree", failing)
     with pytest.warns(UserWarning, match="step-00000090.*could not be removed.*Permission denied"):
         TWO.run(save, root, 110)
     for rank, loaded in enumerate(TWO.run(load, root)):
