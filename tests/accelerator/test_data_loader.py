@@ -26,7 +26,6 @@ from torch.utils.data import (
 
 import gradsync
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
-from gradsync.accelerator.epoch_order import draw_seed
 from gradsync.accelerator.settings import DataLoaderConfiguration
 from gradsync.accelerator.windows import GradientState
 from gradsync.communicator import choose_communicator
@@ -321,7 +320,7 @@ def test_the_order_is_that_of_the_plain_loader_on_rank_0(process_ranks: RankPool
         if make == "generator":
             plain = DataLoader(range(12), 2, shuffle=True, generator=torch.Generator().manual_seed(0))
         else:
-            generator = torch.Generator().manual_seed(draw_seed(None))
+            generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
             plain = DataLoader(range(12), 2, sampler=RandomSampler(range(12), generator=generator))
         for epoch in (0, 1):
             assert union(results, epoch)[:12] == [index for batch in samples(plain) for index in batch]
