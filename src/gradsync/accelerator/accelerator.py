@@ -12,21 +12,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from gradsync.accelerator.compat import Compatibility
+from gradsync.accelerator.compat import Compatibility, register_accelerator
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from gradsync.accelerator.elasticity import Elasticity, refuse_beside_elastic
 from gradsync.accelerator.models import Precision, PreparedModels, extract_model_from_parallel
 from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.optimizer import Overlap, Overlapping, PreparedOptimizer, PreparedScheduler
-from gradsync.accelerator.prepared_state import Prepared
-from gradsync.accelerator.saving import Saving, register_accelerator
+from gradsync.accelerator.saving import Prepared, Saving
 from gradsync.accelerator.settings import (
     DataLoaderConfiguration,
     ProfileKwargs,
-    ProjectConfiguration,
+    adopted,
     checked_rng_types,
     chosen_loaders,
     chosen_plugin,
+    chosen_project,
     launched_settings,
     refuse_absent,
     require_steps,
@@ -110,7 +110,7 @@ class Accelerator(Saving, Compatibility):
         self._arguments = arguments
         settings = settings_of(kwargs_handlers)
         launched = launched_settings()
-        self.project_configuration = ProjectConfiguration.of(project_config, project_dir)
+        self.project_configuration = chosen_project(project_config, project_dir)
         self._save_hooks, self._load_hooks = OrderedDict(), OrderedDict()
         self._profile = ProfileKwargs(**settings["ProfileKwargs"])
         self.rng_types = checked_rng_types(rng_types)
@@ -141,9 +141,6 @@ class Accelerator(Saving, Compatibility):
         self.models = PreparedModels(
             world, self.precision, self.windows.local, settings["DistributedDataParallelKwargs"]
         )
-        if self.precision.scaler is not None:
-            models = self.models
-            self.precision.scaler.synchronizers = lambda: [each.synchronizer for each in models.attachments]
         self.prepared = Prepared(models=self.models, precision=self.precision, windows=self.windows)
         self._elastic = None if elastic is None else Elasticity(elastic, self.prepared, [self, world])
         if world.is_process:
@@ -228,7 +225,7 @@ class Accelerator(Saving, Compatibility):
                 "slice_fn_for_dispatch is not supported: batches are cut along their first dimension. Pass "
                 "dispatch_batches=False, so that every process reads its own batches"
             )
-        configuration = DataLoaderConfiguration.of(self.dataloader_config)
+        configuration = adopted(DataLoaderConfiguration, self.dataloader_config)
         put_on_device = self.device_placement if device_placement is None else device_placement
         if self._elastic is not None:
             return self._elastic.windows_of(

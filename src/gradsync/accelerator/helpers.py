@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from gradsync.accelerator.operations import broadcast, everyone
-from gradsync.accelerator.world import barrier
 from gradsync.base.errors import ConfigurationError
+from gradsync.communicator.agreement import gather_bytes
 
 __all__ = [
     "clear_device_cache",
@@ -36,7 +36,7 @@ SIGNS = (
 
 def wait_for_everyone() -> None:
     """Return when all processes have called this."""
-    barrier(everyone())
+    gather_bytes(everyone(), b"")
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:

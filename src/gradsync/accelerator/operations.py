@@ -326,7 +326,7 @@ def _broadcast_one(communicator: Communicator, tensor: torch.Tensor, source: int
 
 
 def _reduce_one(communicator: Communicator, tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
-    total = torch.empty(tensor.shape, dtype=_summed_in(tensor), device=_wire_device(communicator, tensor))
+    total = torch.empty(tensor.shape, dtype=_summed_in(tensor), device=_transfer_device(communicator, tensor))
     total.copy_(tensor.detach())
     if reduction != "none" and total.numel():
         # NCCL knows no complex numbers.
@@ -350,12 +350,12 @@ def _summed_in(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _payload(communicator: Communicator, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, where the wire can read them. May be the tensor's own memory."""
+    """The tensor's bytes, where the communicator can read them. May be the tensor's own memory."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8).to(_wire_device(communicator, tensor))
+    return plain.view(-1).view(torch.uint8).to(_transfer_device(communicator, tensor))
 
 
-def _wire_device(communicator: Communicator, tensor: torch.Tensor) -> torch.device:
+def _transfer_device(communicator: Communicator, tensor: torch.Tensor) -> torch.device:
     # A group that has a CPU backend says so by its device; one with NCCL alone cannot take CPU tensors.
     return communicator.device if tensor.device.type == "cpu" else tensor.device
 

@@ -17,7 +17,7 @@ from gradsync.optim.sharded.mode import Mode
 
 __all__ = ["Overlap", "Overlapping", "PreparedOptimizer", "PreparedScheduler"]
 
-# What the wire works behind: backward alone, the next forward too, or whatever is faster.
+# What communication overlaps with: backward alone, the next forward too, or whatever is faster.
 Overlap = Literal["backward", "next-forward", "auto"]
 
 
@@ -205,9 +205,6 @@ class PreparedScheduler:
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no windows any more: it moves whenever its optimizers may step."""
         return {**self.__dict__, "_windows": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance, if the optimizers stepped."""
