@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import gradsync
 from gradsync.accelerator.operations import (
-    UnsupportedTypeError,
     broadcast,
     broadcast_object_list,
     concatenate,
@@ -24,6 +23,7 @@ from gradsync.accelerator.operations import (
     send_to_device,
     slice_tensors,
 )
+from gradsync.accelerator.trees import UnsupportedTypeError
 from gradsync.communicator import Communicator, ProcessGroupCommunicator, choose_communicator
 from tests.ranks import Ranks
 

@@ -255,7 +255,7 @@ class Accelerator(Saving, Compatibility):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """One scheduler, which will move when its optimizer has stepped; how far, says the plugin."""
+        """One scheduler, which moves when its optimizer has stepped, as far as the plugin says."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         _refuse_again(scheduler, [prepared.scheduler for prepared in self.prepared.schedulers])
@@ -328,7 +328,7 @@ class Accelerator(Saving, Compatibility):
                 "inside accelerator.accumulate(model), with divide_by='window' (the default) in the plugin"
             )
         if running and weight is None and self.is_main_process:
-            self.windows.tell_if_short()
+            self.windows.warn_if_short()
         if self.precision.scaler is not None:
             loss = self.precision.scaler.scale(loss)
         padding = self.gradient_state.in_dataloader and self.gradient_state.active_dataloader.is_padding

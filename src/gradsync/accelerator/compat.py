@@ -3,7 +3,7 @@ attributes that scripts and libraries look up.
 
 ``log_with`` takes Accelerate's trackers (TensorBoard, wandb, …), which need the ``accelerate`` package. Its objects ask
 its ``PartialState``, one per process, which rank this is. By itself it would read a launcher's variables and might
-create a process group; so :func:`register_accelerator` tells it. That also serves ``accelerate.logging.get_logger`` and
+create a process group; so :func:`register_accelerator` sets it. That also serves ``accelerate.logging.get_logger`` and
 any other part of Accelerate that a script keeps using.
 """
 
@@ -29,7 +29,7 @@ from gradsync.core.engine.backward_watch import tensors_in
 
 __all__ = ["Compatibility", "register_accelerator"]
 
-_OURS = "_told_by_gradsync"
+_OURS = "_set_by_gradsync"
 
 
 class Compatibility(ProcessControl):
@@ -167,7 +167,7 @@ class Compatibility(ProcessControl):
     def _change_loaders(self, stack: ExitStack, *, even: bool) -> None:
         for loader in self.prepared.loaders:
             stack.enter_context(loader.evening(even))
-        if self.use_distributed and any(loader.deals_streams for loader in self.prepared.loaders):
+        if self.use_distributed and any(loader.distributes_streams for loader in self.prepared.loaders):
             warnings.warn(
                 f"even_batches={even} holds for iterable and dispatched loaders too. In Accelerate overriding it is "
                 "only supported for map-style datasets: there these loaders keep what they were prepared with",
@@ -272,7 +272,7 @@ def register_accelerator(control: ProcessControl, mixed_precision: str) -> None:
     try:
         module.AcceleratorState(mixed_precision, cpu=known["_cpu"], dynamo_plugin=plugin, _from_accelerator=True)
     except Exception:
-        # A version that wants to know more. It says so itself to whoever asks it.
+        # A version that needs more arguments. It raises by itself when it is used.
         whole.clear()
 
 

@@ -56,7 +56,7 @@ __all__ = ["PreparedDataLoader", "prepare_data_loader", "skip_first_batches"]
 
 LOGGER = logging.getLogger("gradsync")
 
-# What a loader made of another one has of it.
+# Settings that the inner loader has from the one that was prepared.
 CARRIED_OVER = "num_workers pin_memory timeout multiprocessing_context prefetch_factor persistent_workers in_order"
 
 
@@ -111,7 +111,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.load_state_dict(position)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "base_dataloader":  # not there yet, so there is nobody to ask
+        if name == "base_dataloader":  # not set yet
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
 
@@ -150,13 +150,13 @@ class PreparedDataLoader(DataLoader[Any]):
     def batch_sampler(self) -> Any:  # type: ignore[override]
         """The loader's own; where several ranks go through it, with this rank's share of its batches."""
         own = self.base_dataloader.batch_sampler
-        if own is None or self.communicator.world_size == 1 or self.deals_streams:
+        if own is None or self.communicator.world_size == 1 or self.distributes_streams:
             return own
-        return RankBatchSampler(own, self._plan, self.deal_evenly)
+        return RankBatchSampler(own, self._plan, self.set_even_batches)
 
     @property
-    def deals_streams(self) -> bool:
-        """Whether elements are dealt as they come, and not by their indices."""
+    def distributes_streams(self) -> bool:
+        """Whether elements are distributed as they come, and not by their indices."""
         return self._dispatches or isinstance(self.base_dataloader.dataset, IterableDataset)
 
     @property
@@ -166,16 +166,16 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @contextlib.contextmanager
     def evening(self, even: bool) -> Iterator[None]:
-        """Deal batches with another setting of ``even_batches`` for a while. Iterations under way are not affected."""
+        """Another setting of ``even_batches`` for a while. Iterations under way are not affected."""
         outer = self.configuration, self._plan, self._inside, self._sharded
-        self.deal_evenly(even)
+        self.set_even_batches(even)
         try:
             yield
         finally:
             self.configuration, self._plan, self._inside, self._sharded = outer
 
-    def deal_evenly(self, even: bool) -> None:
-        """Deal batches with another setting of ``even_batches`` from the next iteration on."""
+    def set_even_batches(self, even: bool) -> None:
+        """Change ``even_batches`` from the next iteration on."""
         self.configuration = replace(self.configuration, even_batches=even)
         self._plan = plan_for(self.base_dataloader, self.communicator, self.configuration)
         self._inside, self._sharded = self._build_inside()
@@ -200,7 +200,7 @@ class PreparedDataLoader(DataLoader[Any]):
         window begins on all ranks at the same batch, the last multiple of ``size`` that every rank goes beyond, and
         each rank puts all it has left into it. So all ranks have equally many windows.
 
-        That needs one fact: does every rank have a batch after this one? The next one tells (see :class:`RoundShare`).
+        That needs one fact: does every rank have a batch after this one? The next one shows it (:class:`RoundShare`).
         """
         return self._current is not None and self._current.closes_window(size)
 
@@ -222,7 +222,7 @@ class PreparedDataLoader(DataLoader[Any]):
     # -- epochs ----------------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell batch sampler, sampler and dataset, if they want to know. A position loaded for another is lost."""
+        """Set it on batch sampler, sampler and dataset, where they have it. A position loaded for another is lost."""
         if self._resume is not None and self._resume.epoch != epoch:
             self._resume = None
         self.iteration = epoch
@@ -291,8 +291,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.iteration = position.epoch + 1
 
     def _warn_if_completed(self, share: RoundShare) -> None:
-        """Log, once, that Accelerate, which dispatches streams unless it is told not to, would complete this batch by
-        less."""
+        """Log, once, that Accelerate, which dispatches streams by default, would complete this batch by less."""
         if self._warned or share.remainder < 0 or self.communicator.rank > 0:
             return
         if self.configuration.dispatch_batches is None and isinstance(self.base_dataloader.dataset, IterableDataset):

@@ -275,7 +275,7 @@ def register_named_hook(
     comm_state_option: Mapping[str, Any] | None = None,
 ) -> None:
     """Have ``model`` reduce its buckets with the hook of that name, inside the wrapper of that name."""
-    # Imported late: nobody else needs them.
+    # Imported late: only needed here.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     hooks = {

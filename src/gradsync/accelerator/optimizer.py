@@ -90,7 +90,7 @@ class PreparedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no windows any more: it steps whenever it is told to."""
+        """A copy has no windows any more: it steps at every call."""
         return {"optimizer": self.optimizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -30,8 +30,8 @@ from gradsync.base.errors import ConfigurationError
 
 __all__ = [
     "ALIGNMENT",
-    "NotPlainError",
     "Placed",
+    "UnsupportedTypeError",
     "describe",
     "end_of",
     "flatten",
@@ -109,8 +109,8 @@ def _refilled(container: Any, children: Any) -> Any:
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-class NotPlainError(ConfigurationError, TypeError):
-    """A value that cannot be sent; the message says where it is and what it is. Accelerate raises a TypeError there."""
+class UnsupportedTypeError(ConfigurationError, TypeError):
+    """A value of a type that cannot be sent. Accelerate raises a TypeError there."""
 
 
 def pack(value: Any, name: str = "value") -> bytes:
@@ -156,7 +156,7 @@ def describe(value: Any, tensors: Placed, path: str) -> Any:
         return entries if isinstance(value, list) else {"tuple": entries}
     if isinstance(value, PLAIN):
         return value
-    raise NotPlainError(f"{path} is a {type(value).__module__}.{type(value).__qualname__}")
+    raise UnsupportedTypeError(f"{path} is a {type(value).__module__}.{type(value).__qualname__}")
 
 
 def rebuild(described: Any, payload: torch.Tensor) -> Any:

@@ -229,12 +229,12 @@ class CheckpointFolder:
 
     def _candidates(self, step: int | None) -> dict[int, Path]:
         """The checkpoints to try, by step, ascending: those that rank 0 sees."""
-        _, told = together(
+        _, answers = together(
             self._communicator,
             f"look for checkpoints in {self.root}",
             lambda: (None, [repr(step), [[number, path.name] for number, path in find_checkpoints(self.root).items()]]),
         )
-        wanted, listings = zip(*told, strict=True)
+        wanted, listings = zip(*answers, strict=True)
         if any(wish != wanted[0] for wish in wanted):
             raise MismatchError(f"all ranks must load the same step, but ranks 0, 1, … load {', '.join(wanted)}")
         blind = [rank for rank, listing in enumerate(listings) if not listing]
