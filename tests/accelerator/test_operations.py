@@ -23,7 +23,6 @@ from gradsync.accelerator.operations import (
     send_to_device,
     slice_tensors,
 )
-from gradsync.accelerator.trees import UnsupportedTypeError
 from gradsync.communicator import ProcessGroupCommunicator, choose_communicator
 from tests.ranks import Ranks
 
@@ -274,11 +273,6 @@ def test_what_is_no_tensor_on_one_rank_stops_all(ranks: Ranks) -> None:
     for kind, message in others:
         assert kind == "MismatchError"
         assert "rank 0 has value['x'][1]: int; rank" in message
-
-
-def test_the_error_is_also_a_type_error() -> None:
-    assert issubclass(UnsupportedTypeError, TypeError)
-    assert issubclass(UnsupportedTypeError, gradsync.ConfigurationError)
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """This rank's batches; of a loader that skips its first batches, those left in its first epoch."""
         if not self._dispatches:
             return max(0, self._sharded.length() - self._skip)
-        batches, group = len(self.base_dataloader), self._group
+        batches, group = len(self.base_dataloader), self._plan.group
         return max(0, (batches // group if self._plan.drop_last else -(-batches // group)) - self._skip)
 
     @property
@@ -214,11 +214,6 @@ class PreparedDataLoader(DataLoader[Any]):
     def total_dataset_length(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    @property
-    def _group(self) -> int:
-        """Batches of the loader in a global batch."""
-        return 1 if self._plan.split else self._plan.world_size
-
     # -- epochs ----------------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
@@ -240,11 +235,6 @@ class PreparedDataLoader(DataLoader[Any]):
         self.iteration = self._resume.epoch
         if self._resume.seed is None:  # between two epochs: of the next nothing has been drawn
             self._order.set_states(self._resume.generator)
-
-    @property
-    def skipped(self) -> int:
-        """The batches that the next epoch begins behind."""
-        return self._skip
 
     def skipping(self, batches: int) -> "PreparedDataLoader":
         """See :func:`~gradsync.accelerator.data_loader.skip_first_batches`."""
@@ -278,14 +268,15 @@ class PreparedDataLoader(DataLoader[Any]):
         self._position = position
         for batch in ahead:
             # Moved before the next one is read: meanwhile it may travel.
-            moved = self._move(batch)
+            if self.device is not None:
+                batch = send_to_device(batch, self.device, self.configuration.non_blocking)
             ahead.look()
             self._current = ahead
             self._warn_if_completed(ahead.share)
             self._position = replace(position, batches=position.batches + ahead.position, ended=ahead.at_end)
             if ahead.at_end:  # where the next epoch will start
                 self._position = replace(self._position, generator=self._order.states())
-            yield moved
+            yield batch
         self._position = None
         self._skip = 0
         self.iteration = position.epoch + 1
@@ -304,16 +295,13 @@ class PreparedDataLoader(DataLoader[Any]):
                 self.communicator.world_size,
             )
 
-    def _move(self, batch: Any) -> Any:
-        return batch if self.device is None else send_to_device(batch, self.device, self.configuration.non_blocking)
-
     def _source(self, start: int) -> Iterator[tuple[RoundShare, Any]]:
         """All rounds of this epoch. The first ``start`` that this rank has a part in may come without their batch."""
         if not self._dispatches:
             return self._read(start)
-        plan, skipped = self._plan, start * self._group
+        plan, skipped = self._plan, start * self._plan.group
         batches = (batch for _, batch in islice(self._read(skipped), skipped, None))
-        rounds = dispatch(batches, self.communicator, group=self._group, drop_last=plan.drop_last, even=plan.even)
+        rounds = dispatch(batches, self.communicator, group=self._plan.group, drop_last=plan.drop_last, even=plan.even)
         return chain(repeat((RoundShare("common"), None), start), rounds)
 
     def _read(self, skip: int) -> Iterator[tuple[RoundShare, Any]]:
@@ -406,7 +394,7 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> Prepare
 
 def _without_first(prepared: PreparedDataLoader) -> DataLoader[Any]:
     """The loader that ``prepared`` was made from; its first epoch begins behind the batches that are to be skipped."""
-    loader, batches = prepared.base_dataloader, prepared.skipped
+    loader, batches = prepared.base_dataloader, prepared._skip
     if not batches:
         return loader
     if isinstance(loader.dataset, IterableDataset):

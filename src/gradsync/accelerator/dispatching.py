@@ -27,6 +27,7 @@ from gradsync.accelerator.trees import (
     leaves_of,
     plain,
     rebuild,
+    write,
 )
 from gradsync.base.errors import ConfigurationError, PeerFailedError
 from gradsync.communicator import Communicator
@@ -180,9 +181,7 @@ def _broadcast(communicator: Communicator, head: dict[str, Any], tensors: Placed
     message = torch.zeros(start + payload_length, dtype=torch.uint8, device=communicator.device)
     if communicator.rank == 0:
         message[:text_length] = text
-        for offset, tensor in tensors:
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            message[start + offset : start + offset + tensor.nbytes] = flat
+        write(tensors, message[start:])
     communicator.broadcast(message, 0).wait()
     return json.loads(bytes(message[:text_length].tolist())), message[start:]
 

@@ -153,11 +153,7 @@ def broadcast_object_list(
     communicator = everyone() if communicator is None else communicator
     call = f"broadcast_object_list from {from_process!r}"
     advice = "All ranks must name the same rank and pass lists of the same length"
-    described = [("call", call), ("length", len(object_list))]
-    try:
-        require_agreement(communicator, call, described)
-    except MismatchError as error:
-        raise MismatchError(f"{error}. {advice}") from error
+    require_agreement(communicator, call, [("call", call), ("length", len(object_list))], remedy=advice)
     _require_rank(communicator, from_process)
     own = _packed(object_list, "broadcast_object_list") if communicator.rank == from_process else b""
     payloads = gather_bytes(communicator, own)

@@ -64,6 +64,11 @@ class ShardingPlan:
     even: bool
 
     @property
+    def group(self) -> int:
+        """Batches of the loader in a round."""
+        return 1 if self.split else self.world_size
+
+    @property
     def part(self) -> int:
         """Samples per rank in a full round; batches, where their size is not known."""
         if self.batch_size is None:
@@ -150,13 +155,13 @@ class ShardedBatchSampler(Sampler[Any]):
 
     def rounds(self) -> Iterator[tuple[RoundShare, Any]]:
         """The indices of this rank's part of each round."""
-        stream, take = iter(self.source), 1 if self.plan.split else self.plan.world_size
-        first = batches = list(islice(stream, take))
+        stream, group = iter(self.source), self.plan.group
+        first = batches = list(islice(stream, group))
         self.check(first)
         while batches:
             if (outcome := self._take(batches, first)) is not None:
                 yield outcome
-            batches = list(islice(stream, take))
+            batches = list(islice(stream, group))
 
     def _take(self, batches: list[Any], first: list[Any]) -> tuple[RoundShare, Any] | None:
         plan = self.plan

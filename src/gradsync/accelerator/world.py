@@ -51,7 +51,6 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
-RELEASE_SECONDS = 0.1
 STORE_PREFIX = "gradsync/run"
 LOOK_SECONDS = 0.005
 
@@ -203,8 +202,7 @@ def _is_dataset(inputs: Any) -> bool:
 
 
 def _length(inputs: Any) -> int:
-    has_rows = isinstance(inputs, torch.Tensor) and inputs.ndim > 0
-    if has_rows or isinstance(inputs, list | tuple) or _is_dataset(inputs):
+    if isinstance(inputs, list | tuple) or _is_dataset(inputs) or (isinstance(inputs, torch.Tensor) and inputs.ndim):
         return len(inputs)
     raise ConfigurationError(
         "split_between_processes takes a list, a tuple, a tensor with at least one dimension, or a dict of such; got "
@@ -340,11 +338,10 @@ def _connect_launched(environment: ProcessEnvironment, cpu: bool, timeout: timed
     address = f"tcp://{host}:{environment.master_port}"
     number = next(_connections)
     limits: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    store: Any
     try:
         if address not in _stores:
             rendezvous: Any = dist.rendezvous(address, rank, world_size, **limits)  # type: ignore[attr-defined]
-            store = next(rendezvous)[0]
+            store: Any = next(rendezvous)[0]
             if environment.launcher == "torchrun" and dist.is_torchelastic_launched():
                 # torchrun keeps its store over restarts.
                 run = run_id(store, rank, world_size, timeout)
@@ -406,7 +403,7 @@ def finalize_at_exit() -> None:
     They do so a little after a collective, later on busy cores, and need the interpreter for it: a thread that finds it
     gone ends the process with "terminate called without an active exception", whatever the program's exit code was.
     """
-    atexit.register(time.sleep, RELEASE_SECONDS)
+    atexit.register(time.sleep, 0.1)
 
 
 def _choose_device(environment: ProcessEnvironment, cpu: bool) -> torch.device:
