@@ -81,7 +81,7 @@ def assert_close(ours: Parameters, theirs: Parameters, tolerance: float = EXACT)
 
 
 def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What a rank hears, as text; nothing else may be raised."""
+    """The error of a rank, as text; nothing else may be raised."""
     try:
         function(*args, **kwargs)
     except GradsyncError as error:
@@ -838,7 +838,7 @@ def test_steps_are_taken_from_the_plugin() -> None:
 
 
 def misuse(case: str) -> tuple[str, bool]:
-    """What a rank hears, and whether the ranks can still train together afterwards."""
+    """The error of a rank, and whether the ranks can still train together afterwards."""
     accelerator, model, optimizer = begin(even_batches=False)
     loader = accelerator.prepare(DataLoader(dataset(5), 2))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
@@ -927,7 +927,7 @@ def bad_weight(weight: float) -> tuple[str, str]:
 
 @pytest.mark.parametrize("weight", [0, float("nan"), -1.0])
 @pytest.mark.cpu_ranks("on a GPU the others hear of it a window later: test_gpu.py")
-def test_a_bad_weight_on_one_rank_is_heard_by_all(process_ranks: RankPool, weight: float) -> None:
+def test_a_bad_weight_on_one_rank_raises_on_all(process_ranks: RankPool, weight: float) -> None:
     *others, last = process_ranks.run(bad_weight, weight)
     assert last[0].startswith("ConfigurationError: a weight must be finite")
     assert all(message.startswith("PeerFailedError") for message, _ in others)
@@ -1000,7 +1000,7 @@ def test_ranks_may_run_out_of_batches(process_ranks: RankPool) -> None:
         assert_close(parameters, values(model))
 
 
-def joins_that_are_told_of() -> list[str]:
+def joins_that_warn() -> list[str]:
     accelerator = Accelerator()
     model = accelerator.prepare(Net())
     stream, listed = (accelerator.prepare(DataLoader(each, 1)) for each in (Endless(), dataset(3)))
@@ -1024,8 +1024,8 @@ class Endless(IterableDataset[int]):
         return count()
 
 
-def test_what_joins_differ_in_is_said() -> None:
-    for streams, kind in pool_of(2).run(joins_that_are_told_of):
+def test_a_join_warns_of_what_differs_from_accelerate() -> None:
+    for streams, kind in pool_of(2).run(joins_that_warn):
         assert "only supported for map-style datasets" in streams
         assert "distributed_type is FSDP" in kind
         assert "has no effect" in kind
@@ -1080,11 +1080,11 @@ def free() -> tuple[list[None], str, bool, bool]:
 
 
 def test_everything_can_be_let_go(ranks: Ranks) -> None:
-    for freed, message, is_local, begins_anew in ranks.run(free):
+    for freed, message, is_local, begins_again in ranks.run(free):
         assert freed == [None, None]
         assert message.startswith("ConfigurationError: Net was not prepared")
         assert is_local
-        assert begins_anew
+        assert begins_again
     if isinstance(ranks, RankPool):  # the group was there before the accelerator, and is there after it
         assert ranks.run(dist.is_initialized) == [True] * ranks.world_size
 

@@ -628,7 +628,7 @@ def test_windows_are_aligned_although_a_worker_ends_early() -> None:
 
 
 def interrupted(kind: str, taken: int) -> tuple[list[list[int]], list[list[int]], list[list[int]], list[list[int]]]:
-    """The rest of an epoch, and the next; and both once more from a saved position, by a loader made anew."""
+    """The rest of an epoch, and the next; and both once more from a saved position, by a new loader."""
 
     def make(seed: int) -> PreparedDataLoader:
         rank = choose_communicator().rank
@@ -705,7 +705,7 @@ def after_break() -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     return from_start, samples(loader), samples(loader)
 
 
-def test_a_loop_after_a_break_starts_anew_unless_resumed(thread_ranks: Ranks) -> None:
+def test_a_loop_after_a_break_starts_over_unless_resumed(thread_ranks: Ranks) -> None:
     for from_start, resumed, next_epoch in thread_ranks.run(after_break):
         assert resumed == from_start[1:]
         assert next_epoch == from_start

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from gradsync.accelerator.compat import Compatibility, register_accelerator
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from gradsync.accelerator.elasticity import Elasticity, refuse_beside_elastic
-from gradsync.accelerator.models import Precision, PreparedModels, extract_model_from_parallel
+from gradsync.accelerator.models import Precision, PreparedModels, extract_model_from_parallel, refuse_prepared
 from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.optimizer import Overlap, Overlapping, PreparedOptimizer, PreparedScheduler
 from gradsync.accelerator.saving import Prepared, Saving
@@ -247,7 +247,7 @@ class Accelerator(Saving, Compatibility):
         """One optimizer, which steps only at the end of a window. Its state is on the device of its parameters."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        _refuse_again(optimizer, [each for prepared in self.prepared.optimizers for each in prepared.originals])
+        refuse_prepared(optimizer, [each for prepared in self.prepared.optimizers for each in prepared.originals])
         overlapped = self.overlapping.apply(optimizer, self.models.attachments)
         prepared = PreparedOptimizer(overlapped, self.windows, self.precision.scaler)
         prepared.originals.append(optimizer)
@@ -258,7 +258,7 @@ class Accelerator(Saving, Compatibility):
         """One scheduler, which moves when its optimizer has stepped, as far as the plugin says."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
-        _refuse_again(scheduler, [prepared.scheduler for prepared in self.prepared.schedulers])
+        refuse_prepared(scheduler, [prepared.scheduler for prepared in self.prepared.schedulers])
         every = self.prepared.optimizers
         followed = [each for each in every if getattr(scheduler, "optimizer", None) in (each, *each.originals)]
         per_process = self.windows.plugin.scheduler_steps == "per_process" and not self.dataloader_config.split_batches
@@ -433,13 +433,6 @@ class Accelerator(Saving, Compatibility):
         self._finish_trackers()
         self.wait_for_everyone()
         self.world.close()
-
-
-def _refuse_again(given: Any, prepared: Iterable[Any]) -> None:
-    if any(each is given for each in prepared):
-        raise ConfigurationError(
-            f"this {type(given).__name__} has been prepared already. Use the object that prepare() returned"
-        )
 
 
 def _made_again(arguments: dict[str, Any], world: World) -> Accelerator:

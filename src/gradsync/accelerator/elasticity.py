@@ -85,7 +85,7 @@ class Elasticity:
         self._asked: float | None = None
         self._looked = time.monotonic()
         self._running = self._closed = False
-        self._stepped = self._begun = 0
+        self._stepped, self._entered = 0, False
         # Why the ranks regroup, if no rank has logged it, and who took part in the last generation.
         self._lost = ""
         self._former: Sequence[ElasticMember] = ()
@@ -116,9 +116,9 @@ class Elasticity:
             self._meet_if_due()
             if self.step >= steps:
                 return
-            begun = self._begun
+            self._entered = False
             yield self._attempt()
-            if self._begun == begun:
+            if not self._entered:
                 raise MisuseError(
                     "an attempt was not entered, so its window was not done and would come again for ever. Write: "
                     "for attempt in accelerator.elastic.attempts(steps): with attempt as step: …"
@@ -140,8 +140,7 @@ class Elasticity:
                 self._hooked.add(id(prepared))
                 prepared.optimizer.register_step_post_hook(self._note_step)
         buffers = [buffer.clone() for buffer in self._buffers()]
-        self._stepped, self._running = 0, True
-        self._begun += 1
+        self._stepped, self._running, self._entered = 0, True, True
         try:
             yield self.step
         except PeerFailedError as error:

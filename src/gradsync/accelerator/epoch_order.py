@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gradsync.base.errors import MismatchError
 from gradsync.communicator import Communicator
-from gradsync.communicator.agreement import gather_bytes
+from gradsync.communicator.agreement import gather_bytes, require_agreement
 
 __all__ = ["EpochOrder", "EpochPosition", "require_same_order"]
 
@@ -177,11 +177,10 @@ def _require_equal(names: dict[str, int], rows: list[list[int]]) -> None:
 
 def require_same_order(communicator: Communicator, batches: list[Any]) -> None:
     """Raise :class:`MismatchError` on every rank unless all of them pass the same first round."""
-    digests = gather_bytes(communicator, hashlib.sha256(repr(batches).encode()).digest())
-    if len(set(digests)) > 1:
-        odd = next(rank for rank, each in enumerate(digests) if each != digests[0])
-        raise MismatchError(
-            f"ranks 0 and {odd} go through the dataset in different orders, so that samples would be lost and "
-            "repeated. A sampler must yield the same on every rank: let it shuffle by a torch.Generator in its "
-            "attribute 'generator', or by its epoch. A DistributedSampler is not needed here"
-        )
+    require_agreement(
+        communicator,
+        "the order in which they go through the dataset, so that samples would be lost and repeated",
+        [("hash of the first global batch", hashlib.sha256(repr(batches).encode()).hexdigest())],
+        remedy="A sampler must yield the same on every rank: let it shuffle by a torch.Generator in its attribute "
+        "'generator', or by its epoch. A DistributedSampler is not needed here",
+    )

@@ -29,7 +29,7 @@ from gradsync.parallel.accumulation import Accumulation
 from gradsync.parallel.attach import synchronize_gradients
 from gradsync.parallel.data_parallel import DistributedDataParallel
 
-__all__ = ["LossScaler", "Precision", "PreparedModels", "extract_model_from_parallel"]
+__all__ = ["LossScaler", "Precision", "PreparedModels", "extract_model_from_parallel", "refuse_prepared"]
 
 # The wrapper's arguments that the engine without a wrapper has too.
 _ENGINE = ("policy", "bucket_cap_mb")
@@ -188,10 +188,7 @@ class PreparedModels:
         """The model to train with: a wrapper, or the model itself in a world of one, which synchronizes nothing."""
         if any(model is prepared for prepared in self.prepared):
             return model
-        if id(model) in self._attachments:
-            raise ConfigurationError(
-                f"this {type(model).__name__} has been prepared already. Use the object that prepare() returned"
-            )
+        refuse_prepared(model, self.plain)
         # A model with parameters on several devices has been placed by the user.
         if place and len({parameter.device for parameter in model.parameters()}) <= 1:
             model.to(self._world.device)
@@ -266,6 +263,14 @@ class PreparedModels:
         self._attachments.clear()
         self.prepared.clear()
         self.plain.clear()
+
+
+def refuse_prepared(given: Any, prepared: Iterable[Any]) -> None:
+    """Raise if ``given`` is what one of the prepared objects was made from."""
+    if any(each is given for each in prepared):
+        raise ConfigurationError(
+            f"this {type(given).__name__} has been prepared already. Use the object that prepare() returned"
+        )
 
 
 def register_named_hook(
