@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -671,3 +673,40 @@ def test_a_world_of_one_keeps_what_it_is_given() -> None:
 def test_what_cannot_be_shared_out(inputs: Any, message: str) -> None:
     with pytest.raises(gradsync.ConfigurationError, match=message):
         shares(inputs, 2)
+
+
+# -- runs that share a store ------------------------------------------------------------------------------------------
+
+
+def run_ids(store: Any, order: list[int], world_size: int, seconds: float = 20.0) -> list[Any]:
+    """What each rank finds, or raises: started in this ``order``, each when the one before has had its time."""
+
+    def rank(number: int, delay: float) -> Any:
+        threading.Event().wait(delay)
+        try:
+            return world_module.run_id(store, number, world_size, timedelta(seconds=seconds))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(order)) as pool:
+        found = {number: pool.submit(rank, number, 0.05 * place) for place, number in enumerate(order)}
+        return [found[number].result() for number in sorted(found)]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_ranks_of_a_run_find_one_id_and_another_one_in_the_next(order: list[int]) -> None:
+    store = dist.HashStore()
+    runs = [run_ids(store, order, 3) for _ in range(3)] + [run_ids(store, order[::-1], 3)]
+    assert all(len(set(run)) == 1 for run in runs)
+    assert len({run[0] for run in runs}) == 4
+
+
+def test_a_run_in_which_not_all_ranks_came_does_not_matter() -> None:
+    store = dist.HashStore()
+    first, second = run_ids(store, [0, 1], 3, seconds=0.5)
+    assert isinstance(first, gradsync.GradsyncError)
+    assert "rank 2 did not come" in str(first)
+    assert isinstance(second, str)
+    ids = run_ids(store, [2, 0, 1], 3)
+    assert len(set(ids)) == 1
+    assert ids[0] != second

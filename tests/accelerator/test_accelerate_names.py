@@ -65,7 +65,7 @@ def test_positional_arguments_are_in_the_order_of_accelerate() -> None:
     assert list(inspect.signature(Accelerator.__init__).parameters)[: len(theirs)] == theirs
 
 
-def test_what_accelerate_launch_says_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_accelerate_launch_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     accelerator = Accelerator(cpu=True)
@@ -230,9 +230,9 @@ def track(folder: str) -> tuple[list[Any], bool]:
 @pytest.mark.program
 def test_trackers_of_accelerate_write_on_the_main_process(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    told = [{"lr": 0.1}, ({"loss": 1.0}, 3, {"tag": "a"}), ({"more": 2}, None, {}), "end"]
+    logged = [{"lr": 0.1}, ({"loss": 1.0}, 3, {"tag": "a"}), ({"more": 2}, None, {}), "end"]
     main, other = pool_of(2).run(track, str(tmp_path))
-    assert main == (told, True)
+    assert main == (logged, True)
     assert other[0] == []
     assert list((tmp_path / "run").rglob("events.*"))
 
@@ -318,7 +318,7 @@ def pickled_objects() -> tuple[list[Any], list[Any], list[float]]:
 
 @pytest.mark.program
 def test_prepared_objects_can_be_pickled_also_after_an_epoch() -> None:
-    """The copy of a loader is dealt among the same ranks and is in the same epoch."""
+    """The copy of a loader is distributed among the same ranks and is in the same epoch."""
     for ranks in (ThreadRanks(1), pool_of(2)):
         for original, copy, rates in ranks.run(pickled_objects):
             assert copy == original

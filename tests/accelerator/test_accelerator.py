@@ -81,7 +81,7 @@ def assert_close(ours: Parameters, theirs: Parameters, tolerance: float = EXACT)
 
 
 def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What a rank hears, as text; nothing else may be raised."""
+    """The error of a rank, as text; nothing else may be raised."""
     try:
         function(*args, **kwargs)
     except GradsyncError as error:
@@ -222,17 +222,13 @@ def test_the_documented_loop_trains_as_one_process(ranks: Ranks, optimizer: str,
     assert check(ranks, plan) == [expected] * ranks.world_size
 
 
+@pytest.mark.parametrize("zero_first", [False, True])
 @pytest.mark.parametrize("divide_by", ["window", "num_steps"])
-def test_a_short_last_window(ranks: Ranks, divide_by: str) -> None:
+def test_a_short_last_window(ranks: Ranks, divide_by: str, zero_first: bool) -> None:
     """Two epochs of 4 + 1 batches: the mean over what there is, or Accelerate's division by 4."""
-    zero_first = divide_by == "window"
     plan = Plan(10 * ranks.world_size, steps=4, epochs=2, zero_first=zero_first, plugin={"divide_by": divide_by})
     expected = [False, False, False, True, True] * 2
     assert check(ranks, plan) == [expected] * ranks.world_size
-
-
-def test_zeroing_first_loses_nothing_when_dividing_by_num_steps(thread_ranks: Ranks) -> None:
-    check(thread_ranks, Plan(10 * thread_ranks.world_size, steps=4, plugin={"divide_by": "num_steps"}))
 
 
 def test_dividing_by_num_steps_is_what_accelerate_does() -> None:
@@ -288,13 +284,11 @@ def test_tokens_and_clipping_over_processes(process_ranks: RankPool, even: bool)
     check(process_ranks, Plan(21, steps=3, even=even, weights="tokens", clip=0.05))
 
 
-@pytest.mark.parametrize("weights", ["", "samples", "tokens"])
-def test_synchronizing_every_batch_changes_nothing(ranks: Ranks, weights: str) -> None:
-    check(ranks, Plan(21, steps=3, epochs=2, weights=weights, plugin={"sync_each_batch": True}))
-
-
-def test_synchronizing_every_batch_where_ranks_have_more_or_fewer(thread_ranks: Ranks) -> None:
-    check(thread_ranks, Plan(4 * thread_ranks.world_size + 1, even=False, plugin={"sync_each_batch": True}))
+@pytest.mark.parametrize(("weights", "even"), [("", True), ("samples", True), ("tokens", True), ("", False)])
+def test_synchronizing_every_batch_changes_nothing(ranks: Ranks, weights: str, even: bool) -> None:
+    """Nor where ranks have more or fewer batches."""
+    samples = 21 if even else 4 * ranks.world_size + 1
+    check(ranks, Plan(samples, steps=3, epochs=2, even=even, weights=weights, plugin={"sync_each_batch": True}))
 
 
 def test_windows_may_go_beyond_the_loader(ranks: Ranks) -> None:
@@ -844,7 +838,7 @@ def test_steps_are_taken_from_the_plugin() -> None:
 
 
 def misuse(case: str) -> tuple[str, bool]:
-    """What a rank hears, and whether the ranks can still train together afterwards."""
+    """The error of a rank, and whether the ranks can still train together afterwards."""
     accelerator, model, optimizer = begin(even_batches=False)
     loader = accelerator.prepare(DataLoader(dataset(5), 2))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
@@ -933,24 +927,11 @@ def bad_weight(weight: float) -> tuple[str, str]:
 
 @pytest.mark.parametrize("weight", [0, float("nan"), -1.0])
 @pytest.mark.cpu_ranks("on a GPU the others hear of it a window later: test_gpu.py")
-def test_a_bad_weight_on_one_rank_is_heard_by_all(process_ranks: RankPool, weight: float) -> None:
+def test_a_bad_weight_on_one_rank_raises_on_all(process_ranks: RankPool, weight: float) -> None:
     *others, last = process_ranks.run(bad_weight, weight)
     assert last[0].startswith("ConfigurationError: a weight must be finite")
     assert all(message.startswith("PeerFailedError") for message, _ in others)
     assert {after for _, after in (*others, last)} == {"nothing"}
-
-
-def different_lengths() -> str:
-    accelerator = Accelerator()
-    length = 4 + 2 * accelerator.process_index
-    loader = accelerator.prepare(DataLoader(range(length), 2))  # type: ignore[arg-type]
-    return error_of(list, loader)
-
-
-def test_loaders_of_different_lengths_are_refused_everywhere(process_ranks: RankPool) -> None:
-    for message in process_ranks.run(different_lengths):
-        assert message.startswith("MismatchError")
-        assert "rank 1 has" in message
 
 
 @pytest.mark.parametrize("even", [True, False])
@@ -1019,7 +1000,7 @@ def test_ranks_may_run_out_of_batches(process_ranks: RankPool) -> None:
         assert_close(parameters, values(model))
 
 
-def joins_that_are_told_of() -> list[str]:
+def joins_that_warn() -> list[str]:
     accelerator = Accelerator()
     model = accelerator.prepare(Net())
     stream, listed = (accelerator.prepare(DataLoader(each, 1)) for each in (Endless(), dataset(3)))
@@ -1043,8 +1024,8 @@ class Endless(IterableDataset[int]):
         return count()
 
 
-def test_what_joins_differ_in_is_said() -> None:
-    for streams, kind in pool_of(2).run(joins_that_are_told_of):
+def test_a_join_warns_of_what_differs_from_accelerate() -> None:
+    for streams, kind in pool_of(2).run(joins_that_warn):
         assert "only supported for map-style datasets" in streams
         assert "distributed_type is FSDP" in kind
         assert "has no effect" in kind
@@ -1099,11 +1080,11 @@ def free() -> tuple[list[None], str, bool, bool]:
 
 
 def test_everything_can_be_let_go(ranks: Ranks) -> None:
-    for freed, message, is_local, begins_anew in ranks.run(free):
+    for freed, message, is_local, begins_again in ranks.run(free):
         assert freed == [None, None]
         assert message.startswith("ConfigurationError: Net was not prepared")
         assert is_local
-        assert begins_anew
+        assert begins_again
     if isinstance(ranks, RankPool):  # the group was there before the accelerator, and is there after it
         assert ranks.run(dist.is_initialized) == [True] * ranks.world_size
 

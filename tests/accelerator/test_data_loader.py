@@ -26,7 +26,6 @@ from torch.utils.data import (
 
 import gradsync
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
-from gradsync.accelerator.epoch_order import draw_seed
 from gradsync.accelerator.settings import DataLoaderConfiguration
 from gradsync.accelerator.windows import GradientState
 from gradsync.communicator import choose_communicator
@@ -144,6 +143,8 @@ cases = given(
 @example(n=1, factor=2, world=4, window=2, drop=False, even=True, split=False, iterable=False)
 @example(n=3, factor=1, world=4, window=2, drop=False, even=False, split=True, iterable=True)
 @example(n=5, factor=2, world=1, window=1, drop=False, even=True, split=False, iterable=True)
+@example(n=0, factor=4, world=2, window=1, drop=False, even=False, split=False, iterable=False)
+@example(n=0, factor=4, world=2, window=1, drop=False, even=True, split=False, iterable=True)
 @example(n=17, factor=2, world=3, window=2, drop=False, even=False, split=False, iterable=False)
 def test_law_of_shards(
     n: int, factor: int, world: int, window: int, drop: bool, even: bool, split: bool, iterable: bool
@@ -203,14 +204,6 @@ def test_a_rank_without_data_has_one_batch_of_padding(ranks: Ranks) -> None:
         assert only.padding == (rank > 0)
         assert only.end
         assert only.closes
-
-
-def nothing() -> tuple[list[Seen], list[Seen]]:
-    return walk(prepare(DataLoader([], 4), even_batches=False)), walk(prepare(DataLoader(Stream(0), 4)))
-
-
-def test_an_empty_loader_yields_nothing_anywhere(ranks: Ranks) -> None:
-    assert ranks.run(nothing) == [([], [])] * ranks.world_size
 
 
 class Backwards(Sampler[int]):
@@ -312,31 +305,28 @@ def test_ranks_shuffle_alike_whatever_their_generators(ranks: Ranks, make: str) 
     assert first != second
 
 
+def plainly_shuffled(make: str) -> list[int]:
+    """Two epochs of the plain loader on rank 0. On several ranks, one without a generator goes on as if it had one with
+    the seed that rank 0 draws when the loader is prepared."""
+    with torch.random.fork_rng():
+        torch.manual_seed(100)
+        if make == "drawn":
+            generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+            loader = DataLoader(range(12), 2, sampler=RandomSampler(range(12), generator=generator))
+        else:
+            generator = torch.Generator().manual_seed(0) if make == "generator" else None
+            loader = DataLoader(range(12), 2, shuffle=True, generator=generator)
+        return [index for _ in range(2) for batch in samples(loader) for index in batch]
+
+
 @pytest.mark.parametrize("make", ["global", "generator"])
 def test_the_order_is_that_of_the_plain_loader_on_rank_0(process_ranks: RankPool, make: str) -> None:
-    """With a generator; without one, as if it had one with the seed that rank 0 draws when the loader is prepared."""
     results = process_ranks.run(shuffled, make)
+    expected = plainly_shuffled("drawn" if make == "global" else make)
+    assert union(results, 0)[:12] + union(results, 1)[:12] == expected
     with torch.random.fork_rng():
-        torch.manual_seed(100)
-        if make == "generator":
-            plain = DataLoader(range(12), 2, shuffle=True, generator=torch.Generator().manual_seed(0))
-        else:
-            generator = torch.Generator().manual_seed(draw_seed(None))
-            plain = DataLoader(range(12), 2, sampler=RandomSampler(range(12), generator=generator))
-        for epoch in (0, 1):
-            assert union(results, epoch)[:12] == [index for batch in samples(plain) for index in batch]
-
-
-@pytest.mark.parametrize("make", ["global", "generator"])
-def test_in_a_world_of_one_the_order_is_that_of_the_plain_loader(make: str) -> None:
-    def plain() -> list[Any]:
-        torch.manual_seed(100)
-        generator = torch.Generator().manual_seed(0) if make == "generator" else None
-        loader = DataLoader(range(12), 2, shuffle=True, generator=generator)
-        return [samples(loader), samples(loader)]
-
-    with torch.random.fork_rng():
-        assert run_ranks(shuffled, 1, make) == [plain()]
+        alone = run_ranks(shuffled, 1, make)
+    assert union(alone, 0) + union(alone, 1) == plainly_shuffled(make)
 
 
 def resumed_between_epochs(make: str) -> tuple[Any, Any]:
@@ -638,7 +628,7 @@ def test_windows_are_aligned_although_a_worker_ends_early() -> None:
 
 
 def interrupted(kind: str, taken: int) -> tuple[list[list[int]], list[list[int]], list[list[int]], list[list[int]]]:
-    """The rest of an epoch, and the next; and both once more from a saved position, by a loader made anew."""
+    """The rest of an epoch, and the next; and both once more from a saved position, by a new loader."""
 
     def make(seed: int) -> PreparedDataLoader:
         rank = choose_communicator().rank
@@ -715,7 +705,7 @@ def after_break() -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     return from_start, samples(loader), samples(loader)
 
 
-def test_a_loop_after_a_break_starts_anew_unless_resumed(thread_ranks: Ranks) -> None:
+def test_a_loop_after_a_break_starts_over_unless_resumed(thread_ranks: Ranks) -> None:
     for from_start, resumed, next_epoch in thread_ranks.run(after_break):
         assert resumed == from_start[1:]
         assert next_epoch == from_start
@@ -763,18 +753,6 @@ def test_plain_loaders_are_skipped_without_reading() -> None:
     assert samples(loader) == [[6, 7]]
     assert dataset.touched == [6, 7]
     assert len(samples(loader)) == 4
-
-
-def prepare_what_skips() -> tuple[list[list[int]], list[list[int]]]:
-    loader = prepare(skip_first_batches(DataLoader(Touched(), 1), 2))
-    return samples(loader), samples(loader)
-
-
-def test_a_plain_loader_that_skips_is_dealt_among_the_ranks() -> None:
-    assert run_ranks(prepare_what_skips, 2) == [
-        ([[2], [4], [6]], [[0], [2], [4], [6]]),
-        ([[3], [5], [7]], [[1], [3], [5], [7]]),
-    ]
 
 
 def test_torchdata_is_asked_for_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

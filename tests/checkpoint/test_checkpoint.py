@@ -33,12 +33,11 @@ from gradsync.checkpoint import (
     encode,
     files,
     folder,
-    manifest,
     rng_state,
     set_rng_state,
 )
 from gradsync.communicator import choose_communicator
-from gradsync.errors import ConfigurationError, GradsyncError, MismatchError, PeerFailedError
+from gradsync.errors import ConfigurationError, GradsyncError, PeerFailedError
 from tests.ranks import Ranks, ThreadRanks
 from tests.zygote import program, run_python
 
@@ -343,11 +342,11 @@ def shared_of(step: int) -> dict[str, Any]:
 
 
 def save(root: Path, *steps: int, **options: Any) -> Path:
-    wire, path = choose_communicator(), root
+    rank, path = choose_communicator().rank, root
     for step in steps:
         # Ranks that are not rank 0 may pass anything for what is shared.
-        shared = shared_of(step) if wire.rank == 0 else None
-        path = at(root, **options).save(step, shared=shared, own=own_of(wire.rank, step), facts={"lr": step / 10})
+        shared = shared_of(step) if rank == 0 else None
+        path = at(root, **options).save(step, shared=shared, own=own_of(rank, step), facts={"lr": step / 10})
     return path
 
 
@@ -374,6 +373,20 @@ def assert_is(loaded: Loaded | None, step: int, rank: int, writers: int = 2) -> 
     assert weights[0].data_ptr() == weights[1].data_ptr()
 
 
+def loads(root: Path, step: int, ranks: Ranks = TWO, writers: int = 2) -> list[Loaded]:
+    """What the ranks load, which is the checkpoint of that step."""
+    loaded = ranks.run(load, root)
+    for rank, each in enumerate(loaded):
+        assert_is(each, step, rank, writers)
+    return loaded
+
+
+def all_raise(answers: list[tuple[str, str]], kind: str, *words: str) -> None:
+    for raised, message in answers:
+        assert raised == kind
+        assert all(each in message for each in words), message
+
+
 def assert_only(root: Path, *steps: int) -> None:
     """These checkpoints and nothing else: no leftovers, hidden ones neither."""
     assert sorted(os.listdir(root)) == [f"step-{step:08d}" for step in steps]
@@ -383,17 +396,13 @@ def test_what_was_saved_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
     root = tmp_path / "new" / "folder"
     paths = ranks.run(save, root, 90, 100)
     assert paths == [root / "step-00000100"] * ranks.world_size
-    for rank, loaded in enumerate(ranks.run(load, root)):
-        assert_is(loaded, 100, rank, ranks.world_size)
-        assert loaded is not None
-        assert loaded.notes == []
-        assert loaded.path == paths[0]
+    assert {(loaded.path, *loaded.notes) for loaded in loads(root, 100, ranks, ranks.world_size)} == {(paths[0],)}
     for rank, loaded in enumerate(ranks.run(load, root, 90)):
         assert_is(loaded, 90, rank, ranks.world_size)
     assert_only(root, 90, 100)
     names = {
         *FILES[:4],
-        *(name for rank in range(ranks.world_size) for name in manifest.file_names(f"rank-{rank:05d}")),
+        *(name for rank in range(ranks.world_size) for name in folder.file_names(f"rank-{rank:05d}")),
     }
     assert set(os.listdir(paths[0])) == names
 
@@ -406,31 +415,24 @@ def test_an_empty_folder_has_nothing(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(load, tmp_path) == [None] * ranks.world_size
 
 
-def read_only(root: Path) -> tuple[list[int], int | None]:
-    return at(root).steps(), at(root).latest
+def steps_in(root: Path) -> list[int]:
+    return TWO.run(lambda: at(root).steps())[0]
 
 
-def test_steps_and_latest(tmp_path: Path) -> None:
-    assert TWO.run(read_only, tmp_path / "absent") == [([], None)] * 2
+def test_steps(tmp_path: Path) -> None:
+    assert steps_in(tmp_path / "absent") == []
     TWO.run(save, tmp_path, 7, 123456789, 30)
-    assert TWO.run(read_only, tmp_path) == [([30, 123456789], 123456789)] * 2
+    assert steps_in(tmp_path) == [30, 123456789]
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [40]), (2, [30, 40]), (9, [10, 20, 30, 40])])
 def test_the_newest_are_kept(keep: int, left: list[int], tmp_path: Path) -> None:
-    def work() -> None:
-        save(tmp_path, 10, 20, 30, 40, keep=keep)
-
-    TWO.run(work)
+    TWO.run(lambda: save(tmp_path, 10, 20, 30, 40, keep=keep))
     assert_only(tmp_path, *left)
 
 
 def test_the_one_just_written_is_kept_though_others_have_higher_steps(tmp_path: Path) -> None:
-    def work() -> None:
-        save(tmp_path, 100, 110)
-        save(tmp_path, 50, keep=1)
-
-    TWO.run(work)
+    TWO.run(lambda: [save(tmp_path, 100, 110), save(tmp_path, 50, keep=1)])
     assert_only(tmp_path, 50)
 
 
@@ -438,24 +440,21 @@ def test_a_step_is_saved_again(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(save, tmp_path, 5)
     damage(tmp_path / "step-00000005" / "shared.safetensors", 10)
     ranks.run(save, tmp_path, 5)
-    for rank, loaded in enumerate(ranks.run(load, tmp_path)):
-        assert_is(loaded, 5, rank, ranks.world_size)
+    loads(tmp_path, 5, ranks, ranks.world_size)
     assert_only(tmp_path, 5)
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 3), (3, 1), (3, 2)])
 def test_another_number_of_ranks_loads(writers: int, readers: int, tmp_path: Path) -> None:
     ThreadRanks(writers).run(save, tmp_path, 4)
-    for rank, loaded in enumerate(ThreadRanks(readers).run(load, tmp_path)):
-        assert_is(loaded, 4, rank, writers)
+    loads(tmp_path, 4, ThreadRanks(readers), writers)
 
 
 @pytest.mark.parametrize("victim", range(5))
 def test_files_that_no_rank_needs_are_verified_too(victim: int, tmp_path: Path) -> None:
     ThreadRanks(5).run(save, tmp_path, 3, 4)
     damage(tmp_path / "step-00000004" / f"rank-{victim:05d}.json", 0)
-    for rank, loaded in enumerate(TWO.run(load, tmp_path)):
-        assert_is(loaded, 3, rank, 5)
+    loads(tmp_path, 3, writers=5)
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -493,7 +492,7 @@ def damage(path: Path, place: int, mask: int = 0x20) -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 90 and 100 of two ranks. Copied by whoever damages them."""
+    """Steps 90 and 100 of two ranks. Tests that damage them make a copy."""
     root = tmp_path_factory.mktemp("pair")
     TWO.run(save, root, 90, 100)
     return root
@@ -505,14 +504,10 @@ def root(pair: Path, tmp_path: Path) -> Path:
 
 
 def assert_falls_back(root: Path, file: str, reason: str) -> None:
-    loads = TWO.run(load, root)
-    for rank, loaded in enumerate(loads):
-        assert loaded is not None
-        assert loaded.step == 90, file
-        assert len(loaded.notes) == 1
-        assert loaded.notes[0].startswith(f"step-00000100 is damaged ({file}: {reason}")
-        assert loaded.notes[0].endswith("so step-00000090 is used")
-        assert_is(loaded, 90, rank)
+    for loaded in loads(root, 90):
+        (note,) = loaded.notes
+        assert note.startswith(f"step-00000100 is damaged ({file}: {reason}")
+        assert note.endswith("so step-00000090 is used")
 
 
 def test_every_file_is_in_the_list(pair: Path) -> None:
@@ -531,8 +526,7 @@ def test_a_flipped_byte_is_noticed(file: str, root: Path) -> None:
             damage(path, place, mask)
             assert_falls_back(root, named, "hash differs")
     path.write_bytes(data)
-    for rank, loaded in enumerate(TWO.run(load, root)):
-        assert_is(loaded, 100, rank)
+    loads(root, 100)
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -552,16 +546,12 @@ def test_a_file_of_another_length_is_noticed(file: str, how: str, root: Path) ->
 def test_an_extra_file_harms_nothing(root: Path) -> None:
     (root / "step-00000100" / "README").write_text("the good one")
     (root / "notes.txt").touch()
-    for rank, loaded in enumerate(TWO.run(load, root)):
-        assert_is(loaded, 100, rank)
+    loads(root, 100)
 
 
 def test_a_renamed_checkpoint_is_not_that_of_another_step(root: Path) -> None:
     shutil.copytree(root / "step-00000100", root / "step-00000200")
-    for rank, loaded in enumerate(TWO.run(load, root)):
-        assert_is(loaded, 100, rank)
-        assert loaded is not None
-        assert "step 100" in loaded.notes[0]
+    assert all("step 100" in loaded.notes[0] for loaded in loads(root, 100))
 
 
 def test_a_folder_in_the_place_of_a_file_is_damage(root: Path) -> None:
@@ -575,38 +565,31 @@ def test_damage_that_one_rank_alone_sees_counts_for_all(ranks: Ranks, tmp_path: 
     ranks.run(save, tmp_path, 90, 100)
     last = ranks.world_size - 1
     damage(tmp_path / "step-00000100" / f"rank-{last:05d}.safetensors", 9)
-    for rank, loaded in enumerate(ranks.run(load, tmp_path)):
-        assert_is(loaded, 90, rank, ranks.world_size)
+    loads(tmp_path, 90, ranks, ranks.world_size)
 
 
 def test_if_none_is_good_each_is_named_with_its_reason(root: Path) -> None:
     damage(root / "step-00000100" / "shared.json", 3)
     (root / "step-00000090" / "rank-00001.safetensors").unlink()
-    for kind, message in TWO.run(outcome, load, root):
-        assert kind == "CorruptFileError"
-        assert "step-00000100 (shared.json: hash differs)" in message
-        assert "step-00000090 (rank-00001.safetensors: missing)" in message
+    all_raise(
+        TWO.run(outcome, load, root),
+        "CorruptFileError",
+        "step-00000100 (shared.json: hash differs)",
+        "step-00000090 (rank-00001.safetensors: missing)",
+    )
 
 
 def test_a_step_that_was_asked_for_is_not_replaced_by_another(root: Path) -> None:
     damage(root / "step-00000100" / "shared.json", 3)
-    for kind, message in TWO.run(outcome, load, root, 100):
-        assert kind == "CorruptFileError"
-        assert "shared.json: hash differs" in message
-    for kind, message in TWO.run(outcome, load, root, 95):
-        assert kind == "ConfigurationError"
-        assert "95" in message
-        assert "90, 100" in message
+    all_raise(TWO.run(outcome, load, root, 100), "CorruptFileError", "shared.json: hash differs")
+    all_raise(TWO.run(outcome, load, root, 95), "ConfigurationError", "95", "90, 100")
 
 
 def test_a_newer_format_says_to_update(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "FORMAT", 2)
+    monkeypatch.setattr(folder, "FORMAT", 2)
     TWO.run(save, root, 110)
     monkeypatch.undo()
-    for kind, message in TWO.run(outcome, load, root):
-        assert kind == "ConfigurationError"
-        assert "format 2" in message
-        assert "Update gradsync" in message
+    all_raise(TWO.run(outcome, load, root), "ConfigurationError", "format 2", "Update gradsync")
 
 
 def test_a_corrupt_file_is_one_of_gradsync_s_errors(tmp_path: Path) -> None:
@@ -640,7 +623,7 @@ def save_with_failure(root: Path, rank: int, file: str, number: int) -> tuple[st
     with pytest.MonkeyPatch.context() as patch:
         failing = fail_on(rank, file, number)
         if choose_communicator().rank == rank:  # in threads, one of them for all
-            for module in (folder, files, manifest):
+            for module in (folder, files):
                 patch.setattr(module, "write_file", failing)
         return outcome(save, root, 110)
 
@@ -654,13 +637,9 @@ def test_a_rank_that_fails_fails_all_and_nothing_is_left(ranks: Ranks, file: str
     assert outcomes[last][0] == "OSError"
     assert "No space left on device" in outcomes[last][1]
     assert name in outcomes[last][1]
-    for kind, message in outcomes[:last]:
-        assert kind == "PeerFailedError"
-        assert f"rank {last}: OSError: [Errno 28]" in message
-        assert "step 110" in message
+    all_raise(outcomes[:last], "PeerFailedError", f"rank {last}: OSError: [Errno 28]", "step 110")
     assert_only(tmp_path, 90, 100)
-    for rank, loaded in enumerate(ranks.run(load, tmp_path)):
-        assert_is(loaded, 100, rank, ranks.world_size)
+    loads(tmp_path, 100, ranks, ranks.world_size)
 
 
 def test_nobody_raises_before_all_is_tidy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,13 +685,12 @@ def test_the_last_moment_may_fail_too(call: str, root: Path, monkeypatch: pytest
     monkeypatch.undo()
     assert [kind for kind, _ in outcomes] == (["OSError", "PeerFailedError"] if call == "rename" else ["OSError"] * 2)
     assert_only(root, 90, 100)
-    for rank, loaded in enumerate(TWO.run(load, root)):
-        assert_is(loaded, 100, rank)
+    loads(root, 100)
 
 
 def save_a_set(root: Path) -> tuple[str, str]:
-    wire = choose_communicator()
-    own = {"state": {1, 2}} if wire.rank == wire.world_size - 1 else {}
+    communicator = choose_communicator()
+    own = {"state": {1, 2}} if communicator.rank == communicator.world_size - 1 else {}
     return outcome(lambda: at(root).save(1, shared={}, own=own, facts={}))
 
 
@@ -720,9 +698,7 @@ def test_what_one_rank_cannot_encode_touches_no_disk(ranks: Ranks, tmp_path: Pat
     *others, last = ranks.run(save_a_set, tmp_path / "new")
     assert last[0] == "ConfigurationError"
     assert "state is builtins.set" in last[1]
-    for kind, message in others:
-        assert kind == "PeerFailedError"
-        assert "state is builtins.set" in message
+    all_raise(others, "PeerFailedError", "state is builtins.set")
     assert not (tmp_path / "new").exists()
 
 
@@ -733,9 +709,8 @@ def save_or_load_another_step(root: Path, call: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("call", ["save", "load"])
 def test_ranks_that_mean_different_steps_are_told(call: str, root: Path) -> None:
-    for kind, message in TWO.run(save_or_load_another_step, root, call):
-        assert kind == MismatchError.__name__
-        assert ("5, 6" if call == "save" else "90, 100") in message
+    answers = TWO.run(save_or_load_another_step, root, call)
+    all_raise(answers, "MismatchError", "5, 6" if call == "save" else "90, 100")
     assert_only(root, 90, 100)
 
 
@@ -743,12 +718,8 @@ def test_ranks_that_mean_different_steps_are_told(call: str, root: Path) -> None
     ("step", "facts", "named"), [(-1, {}, "-1"), (True, {}, "True"), (1, {"x": {1}}, "set"), (1, [], "list")]
 )
 def test_arguments_are_checked(step: Any, facts: Any, named: str, tmp_path: Path) -> None:
-    def work() -> tuple[str, str]:
-        return outcome(lambda: at(tmp_path).save(step, shared={}, own={}, facts=facts))
-
-    kind, message = ThreadRanks(1).run(work)[0]
-    assert kind == "ConfigurationError"
-    assert named in message
+    answers = ThreadRanks(1).run(outcome, lambda: at(tmp_path).save(step, shared={}, own={}, facts=facts))
+    all_raise(answers, "ConfigurationError", named)
     assert os.listdir(tmp_path) == []
 
 
@@ -767,10 +738,7 @@ def load_from_own_folder(root: Path) -> tuple[str, str]:
 
 def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "VISIBLE_WITHIN", 0.1)
-    for kind, message in ThreadRanks(3).run(save_into_own_folder, tmp_path):
-        assert kind == "ConfigurationError"
-        assert "shared disk" in message
-        assert "rank 1, 2" in message
+    all_raise(ThreadRanks(3).run(save_into_own_folder, tmp_path), "ConfigurationError", "shared disk", "rank 1, 2")
     assert os.listdir(tmp_path) == ["0"]
     assert os.listdir(tmp_path / "0") == []
 
@@ -781,9 +749,7 @@ def test_a_folder_that_is_not_shared_is_not_loaded_from(others: int, tmp_path: P
     TWO.run(save, tmp_path / "0", 1)
     if others:
         ThreadRanks(3).run(save, tmp_path / "1", 1)
-    for kind, message in TWO.run(load_from_own_folder, tmp_path):
-        assert kind == "ConfigurationError"
-        assert "shared disk" in message
+    all_raise(TWO.run(load_from_own_folder, tmp_path), "ConfigurationError", "shared disk")
 
 
 def test_a_folder_that_cannot_be_made_is_named(ranks: Ranks, tmp_path: Path) -> None:
@@ -798,11 +764,10 @@ def test_what_cannot_be_removed_is_warned_of(root: Path, monkeypatch: pytest.Mon
     def failing(path: Path) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr(manifest.shutil, "rmtree", failing)
+    monkeypatch.setattr(folder.shutil, "rmtree", failing)
     with pytest.warns(UserWarning, match="step-00000090.*could not be removed.*Permission denied"):
         TWO.run(save, root, 110)
-    for rank, loaded in enumerate(TWO.run(load, root)):
-        assert_is(loaded, 110, rank)
+    loads(root, 110)
 
 
 def test_the_leftovers_of_others_stay(root: Path) -> None:
@@ -818,11 +783,8 @@ def test_the_leftovers_of_others_stay(root: Path) -> None:
 def test_what_was_being_replaced_is_still_there(root: Path) -> None:
     """Its writer was killed between two renames. It is loaded, and the next save brings it back."""
     os.rename(root / "step-00000100", root / ".replaced-step-00000100-0123456789abcdef")
-    assert TWO.run(read_only, root)[0] == ([90, 100], 100)
-    for rank, loaded in enumerate(TWO.run(load, root)):
-        assert_is(loaded, 100, rank)
-        assert loaded is not None
-        assert "saved again" in loaded.notes[0]
+    assert steps_in(root) == [90, 100]
+    assert all("saved again" in loaded.notes[0] for loaded in loads(root, 100))
     TWO.run(save, root, 80, 110)
     assert_only(root, 100, 110)
 
@@ -861,8 +823,7 @@ def test_a_full_disk_loses_nothing(ranks: Ranks, small_disk: Path) -> None:
     for kind, text in others:  # small files may still have found room, or none
         assert (kind == "PeerFailedError" and "rank 0" in text) or (kind == "OSError" and "[Errno 28]" in text)
     assert_only(small_disk, 1)
-    for rank, loaded in enumerate(ranks.run(load, small_disk)):
-        assert_is(loaded, 1, rank, ranks.world_size)
+    loads(small_disk, 1, ranks, ranks.world_size)
     assert ranks.run(save_much, small_disk, 2, 1 << 18) == [("", "")] * ranks.world_size
 
 
@@ -881,8 +842,7 @@ def test_a_disk_that_cannot_be_written_is_named(small_disk: Path) -> None:
     assert (first, second) == ("OSError", "PeerFailedError")
     assert "Read-only file system" in text
     assert str(small_disk) in text
-    for rank, loaded in enumerate(TWO.run(load, small_disk)):
-        assert_is(loaded, 1, rank)
+    loads(small_disk, 1)
 
 
 # -- kill -9 ----------------------------------------------------------------------------------------------------------
@@ -946,8 +906,7 @@ def test_a_process_that_is_killed_at_any_moment_leaves_good_checkpoints(
     assert len(roots) > 12  # or it was not killed in the middle of anything
     assert sum(any(name.startswith(".") for name in os.listdir(root)) for root in roots) > 10
     for root in roots:
-        steps, _ = one.run(read_only, root)[0]
-        for each in steps:
+        for each in (steps := steps_in(root)):
             assert_is(one.run(load, root, each)[0], each, 0, 1)
         seen.add(tuple(steps))
         one.run(save, root, 120)

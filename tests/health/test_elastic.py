@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from gradsync import Accelerator, Elastic
 from gradsync.accelerator.elasticity import refuse_nccl
 from gradsync.accelerator.numbered_windows import NumberedWindows
-from gradsync.accelerator.prepared_state import heal
+from gradsync.accelerator.saving import heal
 from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
 from gradsync.health.elastic import (
     LIGHTHOUSE,

@@ -12,21 +12,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from gradsync.accelerator.compat import Compatibility
+from gradsync.accelerator.compat import Compatibility, register_accelerator
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from gradsync.accelerator.elasticity import Elasticity, refuse_beside_elastic
-from gradsync.accelerator.models import Precision, PreparedModels, extract_model_from_parallel
+from gradsync.accelerator.models import Precision, PreparedModels, extract_model_from_parallel, refuse_prepared
 from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.optimizer import Overlap, Overlapping, PreparedOptimizer, PreparedScheduler
-from gradsync.accelerator.prepared_state import Prepared
-from gradsync.accelerator.saving import Saving, register_accelerator
+from gradsync.accelerator.saving import Prepared, Saving
 from gradsync.accelerator.settings import (
     DataLoaderConfiguration,
     ProfileKwargs,
-    ProjectConfiguration,
+    adopted,
     checked_rng_types,
     chosen_loaders,
     chosen_plugin,
+    chosen_project,
     launched_settings,
     refuse_absent,
     require_steps,
@@ -110,7 +110,7 @@ class Accelerator(Saving, Compatibility):
         self._arguments = arguments
         settings = settings_of(kwargs_handlers)
         launched = launched_settings()
-        self.project_configuration = ProjectConfiguration.of(project_config, project_dir)
+        self.project_configuration = chosen_project(project_config, project_dir)
         self._save_hooks, self._load_hooks = OrderedDict(), OrderedDict()
         self._profile = ProfileKwargs(**settings["ProfileKwargs"])
         self.rng_types = checked_rng_types(rng_types)
@@ -141,9 +141,6 @@ class Accelerator(Saving, Compatibility):
         self.models = PreparedModels(
             world, self.precision, self.windows.local, settings["DistributedDataParallelKwargs"]
         )
-        if self.precision.scaler is not None:
-            models = self.models
-            self.precision.scaler.synchronizers = lambda: [each.synchronizer for each in models.attachments]
         self.prepared = Prepared(models=self.models, precision=self.precision, windows=self.windows)
         self._elastic = None if elastic is None else Elasticity(elastic, self.prepared, [self, world])
         if world.is_process:
@@ -228,7 +225,7 @@ class Accelerator(Saving, Compatibility):
                 "slice_fn_for_dispatch is not supported: batches are cut along their first dimension. Pass "
                 "dispatch_batches=False, so that every process reads its own batches"
             )
-        configuration = DataLoaderConfiguration.of(self.dataloader_config)
+        configuration = adopted(DataLoaderConfiguration, self.dataloader_config)
         put_on_device = self.device_placement if device_placement is None else device_placement
         if self._elastic is not None:
             return self._elastic.windows_of(
@@ -250,7 +247,7 @@ class Accelerator(Saving, Compatibility):
         """One optimizer, which steps only at the end of a window. Its state is on the device of its parameters."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
-        _refuse_again(optimizer, [each for prepared in self.prepared.optimizers for each in prepared.originals])
+        refuse_prepared(optimizer, [each for prepared in self.prepared.optimizers for each in prepared.originals])
         overlapped = self.overlapping.apply(optimizer, self.models.attachments)
         prepared = PreparedOptimizer(overlapped, self.windows, self.precision.scaler)
         prepared.originals.append(optimizer)
@@ -258,10 +255,10 @@ class Accelerator(Saving, Compatibility):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """One scheduler, which will move when its optimizer has stepped; how far, says the plugin."""
+        """One scheduler, which moves when its optimizer has stepped, as far as the plugin says."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
-        _refuse_again(scheduler, [prepared.scheduler for prepared in self.prepared.schedulers])
+        refuse_prepared(scheduler, [prepared.scheduler for prepared in self.prepared.schedulers])
         every = self.prepared.optimizers
         followed = [each for each in every if getattr(scheduler, "optimizer", None) in (each, *each.originals)]
         per_process = self.windows.plugin.scheduler_steps == "per_process" and not self.dataloader_config.split_batches
@@ -331,7 +328,7 @@ class Accelerator(Saving, Compatibility):
                 "inside accelerator.accumulate(model), with divide_by='window' (the default) in the plugin"
             )
         if running and weight is None and self.is_main_process:
-            self.windows.tell_if_short()
+            self.windows.warn_if_short()
         if self.precision.scaler is not None:
             loss = self.precision.scaler.scale(loss)
         padding = self.gradient_state.in_dataloader and self.gradient_state.active_dataloader.is_padding
@@ -436,13 +433,6 @@ class Accelerator(Saving, Compatibility):
         self._finish_trackers()
         self.wait_for_everyone()
         self.world.close()
-
-
-def _refuse_again(given: Any, prepared: Iterable[Any]) -> None:
-    if any(each is given for each in prepared):
-        raise ConfigurationError(
-            f"this {type(given).__name__} has been prepared already. Use the object that prepare() returned"
-        )
 
 
 def _made_again(arguments: dict[str, Any], world: World) -> Accelerator:

@@ -31,15 +31,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from gradsync.accelerator.dispatching import dispatch
-from gradsync.accelerator.epoch_order import (
-    EpochPosition,
-    SamplerGenerators,
-    agree_on_position,
-    decoded,
-    draw_seed,
-    generators_replaced,
-    require_same_order,
-)
+from gradsync.accelerator.epoch_order import EpochOrder, EpochPosition, require_same_order
 from gradsync.accelerator.operations import send_to_device
 from gradsync.accelerator.settings import DataLoaderConfiguration
 from gradsync.accelerator.sharding import (
@@ -64,10 +56,7 @@ __all__ = ["PreparedDataLoader", "prepare_data_loader", "skip_first_batches"]
 
 LOGGER = logging.getLogger("gradsync")
 
-# Neighbouring ranks' seeds lie far apart, because workers count up from their rank's.
-SEED_STRIDE = 0x9E3779B97F4A7C15
-
-# What a loader made of another one has of it.
+# Settings that the inner loader has from the one that was prepared.
 CARRIED_OVER = "num_workers pin_memory timeout multiprocessing_context prefetch_factor persistent_workers in_order"
 
 
@@ -82,45 +71,47 @@ class PreparedDataLoader(DataLoader[Any]):
     def __init__(
         self,
         loader: DataLoader[Any],
+        communicator: Communicator | None = None,
         *,
-        communicator: Communicator,
-        device: torch.device | None,
-        gradient_state: GradientState,
-        configuration: DataLoaderConfiguration,
+        device: torch.device | None = None,
+        gradient_state: GradientState | None = None,
+        configuration: DataLoaderConfiguration | None = None,
     ) -> None:
         self.base_dataloader = loader
-        self.communicator = communicator
+        # Made of a plain loader, to be iterated as it is or to be prepared.
+        self.alone = communicator is None
+        self.communicator = communicator = communicator or InProcessWorld(1).communicator(0)
         self.device = device
-        self.gradient_state = gradient_state
-        self.configuration = configuration
+        self.gradient_state = gradient_state or GradientState()
+        self.configuration = configuration = configuration or DataLoaderConfiguration()
         self.iteration = 0
         self._dispatches = bool(configuration.dispatch_batches) and communicator.world_size > 1
         self._plan = plan_for(loader, communicator, configuration)
-        self._worker_seeds = torch.Generator(device=torch.get_default_device())
-        self._generators = SamplerGenerators(loader, seedable=configuration.use_seedable_sampler)
-        if communicator.world_size > 1 and not self._dispatches:
-            self._generators.give_for_good()
+        seed = torch.initial_seed() if configuration.data_seed is None else configuration.data_seed
+        self._order = EpochOrder(
+            loader,
+            communicator,
+            seed=seed if configuration.use_seedable_sampler else None,
+            only_rank_0=self._dispatches,
+        )
         self._inside, self._sharded = self._build_inside()
-        self._data_seed = torch.initial_seed() if configuration.data_seed is None else configuration.data_seed
         self._skip = 0
         self._resume: EpochPosition | None = None
         self._position: EpochPosition | None = None
         self._current: Lookahead | None = None
-        self._told = False
-        # Made of a plain loader, to be iterated as it is or to be prepared.
-        self.alone = False
+        self._warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Elsewhere it is dealt among the ranks that are found there, and goes on at the same batch."""
+        """Elsewhere it is distributed among the ranks that are found there, and continues at the same batch."""
         made = (self.base_dataloader, self.device, self.configuration, self.alone)
-        return (_dealt_again, made, (self.state_dict(), self._data_seed, self._skip))
+        return (_distributed_again, made, (self.state_dict(), self._order.seed, self._skip))
 
     def __setstate__(self, state: Any) -> None:
-        position, self._data_seed, self._skip = state
+        position, self._order.seed, self._skip = state
         self.load_state_dict(position)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "base_dataloader":  # not there yet, so there is nobody to ask
+        if name == "base_dataloader":  # not set yet
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
 
@@ -130,7 +121,7 @@ class PreparedDataLoader(DataLoader[Any]):
             plan = ShardingPlan(0, 1, plan.batch_size, plan.drop_last, split=False, even=False)
         options: dict[str, Any] = {name: getattr(loader, name) for name in CARRIED_OVER.split()}
         batched = loader.batch_sampler is not None
-        options |= {"generator": self._worker_seeds, "collate_fn": CollateShare(loader.collate_fn, batched)}
+        options |= {"generator": self._order.worker_seeds, "collate_fn": CollateShare(loader.collate_fn, batched)}
         options |= {"worker_init_fn": PrepareWorker(loader.worker_init_fn), "batch_size": None}
         create = _stateful_loader() if self.configuration.use_stateful_dataloader else DataLoader
         if isinstance(loader.dataset, IterableDataset):
@@ -147,7 +138,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """This rank's batches; of a loader that skips its first batches, those left in its first epoch."""
         if not self._dispatches:
             return max(0, self._sharded.length() - self._skip)
-        batches, group = len(self.base_dataloader), self._group
+        batches, group = len(self.base_dataloader), self._plan.group
         return max(0, (batches // group if self._plan.drop_last else -(-batches // group)) - self._skip)
 
     @property
@@ -159,13 +150,13 @@ class PreparedDataLoader(DataLoader[Any]):
     def batch_sampler(self) -> Any:  # type: ignore[override]
         """The loader's own; where several ranks go through it, with this rank's share of its batches."""
         own = self.base_dataloader.batch_sampler
-        if own is None or self.communicator.world_size == 1 or self.deals_streams:
+        if own is None or self.communicator.world_size == 1 or self.distributes_streams:
             return own
-        return RankBatchSampler(own, self._plan, self.deal_evenly)
+        return RankBatchSampler(own, self._plan, self.set_even_batches)
 
     @property
-    def deals_streams(self) -> bool:
-        """Whether elements are dealt as they come, and not by their indices."""
+    def distributes_streams(self) -> bool:
+        """Whether elements are distributed as they come, and not by their indices."""
         return self._dispatches or isinstance(self.base_dataloader.dataset, IterableDataset)
 
     @property
@@ -175,16 +166,16 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @contextlib.contextmanager
     def evening(self, even: bool) -> Iterator[None]:
-        """Deal batches with another setting of ``even_batches`` for a while. Iterations under way are not affected."""
+        """Another setting of ``even_batches`` for a while. Iterations under way are not affected."""
         outer = self.configuration, self._plan, self._inside, self._sharded
-        self.deal_evenly(even)
+        self.set_even_batches(even)
         try:
             yield
         finally:
             self.configuration, self._plan, self._inside, self._sharded = outer
 
-    def deal_evenly(self, even: bool) -> None:
-        """Deal batches with another setting of ``even_batches`` from the next iteration on."""
+    def set_even_batches(self, even: bool) -> None:
+        """Change ``even_batches`` from the next iteration on."""
         self.configuration = replace(self.configuration, even_batches=even)
         self._plan = plan_for(self.base_dataloader, self.communicator, self.configuration)
         self._inside, self._sharded = self._build_inside()
@@ -209,7 +200,7 @@ class PreparedDataLoader(DataLoader[Any]):
         window begins on all ranks at the same batch, the last multiple of ``size`` that every rank goes beyond, and
         each rank puts all it has left into it. So all ranks have equally many windows.
 
-        That needs one fact: does every rank have a batch after this one? The next one tells (see :class:`RoundShare`).
+        That needs one fact: does every rank have a batch after this one? The next one shows it (:class:`RoundShare`).
         """
         return self._current is not None and self._current.closes_window(size)
 
@@ -223,46 +214,38 @@ class PreparedDataLoader(DataLoader[Any]):
     def total_dataset_length(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    @property
-    def _group(self) -> int:
-        """Batches of the loader in a global batch."""
-        return 1 if self._plan.split else self._plan.world_size
-
     # -- epochs ----------------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell batch sampler, sampler and dataset, if they want to know. A position loaded for another is lost."""
+        """Set it on batch sampler, sampler and dataset, where they have it. A position loaded for another is lost."""
         if self._resume is not None and self._resume.epoch != epoch:
             self._resume = None
         self.iteration = epoch
-        for each in [*self._generators.samplers, self.dataset]:
+        for each in [*self._order.samplers, self.dataset]:
             if callable(getattr(each, "set_epoch", None)):
                 each.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values that say which batch comes next, in which order. What workers draw is not part of it."""
-        return asdict(
-            self._resume or self._position or EpochPosition(self.iteration, generator=self._generators.states())
-        )
+        return asdict(self._resume or self._position or EpochPosition(self.iteration, generator=self._order.states()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration goes on where the loader stood that gave ``state``. On every rank, with that rank's."""
         self._resume = EpochPosition(**state)
         self.iteration = self._resume.epoch
         if self._resume.seed is None:  # between two epochs: of the next nothing has been drawn
-            self._generators.set_states(decoded(self._resume.generator))
-
-    @property
-    def skipped(self) -> int:
-        """The batches that the next epoch begins behind."""
-        return self._skip
+            self._order.set_states(self._resume.generator)
 
     def skipping(self, batches: int) -> "PreparedDataLoader":
         """See :func:`~gradsync.accelerator.data_loader.skip_first_batches`."""
-        names = ("communicator", "device", "gradient_state", "configuration")
-        loader = PreparedDataLoader(self.base_dataloader, **{name: getattr(self, name) for name in names})
-        loader.iteration, loader._data_seed, loader._skip = self.iteration, self._data_seed, batches
-        loader.alone = self.alone
+        loader = PreparedDataLoader(
+            self.base_dataloader,
+            None if self.alone else self.communicator,
+            device=self.device,
+            gradient_state=self.gradient_state,
+            configuration=self.configuration,
+        )
+        loader.iteration, loader._order.seed, loader._skip = self.iteration, self._order.seed, batches
         if self._resume is not None:
             loader._resume = replace(self._resume, batches=batches, ended=False)
         return loader
@@ -272,8 +255,8 @@ class PreparedDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.gradient_state.enter_dataloader(self)
         try:
-            with contextlib.ExitStack() as stack:
-                position = self._begin(stack)
+            position = self._begin()
+            with self._order.applied(position):
                 yield from self._hand_out(Lookahead(self._source(position.batches), position.batches), position)
         finally:
             self._current = None
@@ -285,25 +268,25 @@ class PreparedDataLoader(DataLoader[Any]):
         self._position = position
         for batch in ahead:
             # Moved before the next one is read: meanwhile it may travel.
-            moved = self._move(batch)
+            if self.device is not None:
+                batch = send_to_device(batch, self.device, self.configuration.non_blocking)
             ahead.look()
             self._current = ahead
-            self._tell_if_completed(ahead.share)
+            self._warn_if_completed(ahead.share)
             self._position = replace(position, batches=position.batches + ahead.position, ended=ahead.at_end)
             if ahead.at_end:  # where the next epoch will start
-                self._position = replace(self._position, generator=self._generators.states())
-            yield moved
+                self._position = replace(self._position, generator=self._order.states())
+            yield batch
         self._position = None
         self._skip = 0
         self.iteration = position.epoch + 1
 
-    def _tell_if_completed(self, share: RoundShare) -> None:
-        """Log, once, that Accelerate, which dispatches streams unless it is told not to, would complete this batch by
-        less."""
-        if self._told or share.remainder < 0 or self.communicator.rank > 0:
+    def _warn_if_completed(self, share: RoundShare) -> None:
+        """Log, once, that Accelerate, which dispatches streams by default, would complete this batch by less."""
+        if self._warned or share.remainder < 0 or self.communicator.rank > 0:
             return
         if self.configuration.dispatch_batches is None and isinstance(self.base_dataloader.dataset, IterableDataset):
-            self._told = True
+            self._warned = True
             LOGGER.warning(
                 "the last batches of an iterable dataset have %d samples of %d ranks, and are made full with its first "
                 "ones. Accelerate dispatches such a dataset by default, and adds no more than all ranks need to have "
@@ -312,16 +295,13 @@ class PreparedDataLoader(DataLoader[Any]):
                 self.communicator.world_size,
             )
 
-    def _move(self, batch: Any) -> Any:
-        return batch if self.device is None else send_to_device(batch, self.device, self.configuration.non_blocking)
-
     def _source(self, start: int) -> Iterator[tuple[RoundShare, Any]]:
         """All rounds of this epoch. The first ``start`` that this rank has a part in may come without their batch."""
         if not self._dispatches:
             return self._read(start)
-        plan, skipped = self._plan, start * self._group
+        plan, skipped = self._plan, start * self._plan.group
         batches = (batch for _, batch in islice(self._read(skipped), skipped, None))
-        rounds = dispatch(batches, self.communicator, group=self._group, drop_last=plan.drop_last, even=plan.even)
+        rounds = dispatch(batches, self.communicator, group=self._plan.group, drop_last=plan.drop_last, even=plan.even)
         return chain(repeat((RoundShare("common"), None), start), rounds)
 
     def _read(self, skip: int) -> Iterator[tuple[RoundShare, Any]]:
@@ -332,71 +312,32 @@ class PreparedDataLoader(DataLoader[Any]):
             self._sharded.rest = rounds
         yield from self._inside
 
-    # -- agreement -------------------------------------------------------------------------------------------------
-
-    def _begin(self, stack: contextlib.ExitStack) -> EpochPosition:
-        """Agree with the other ranks on where the epoch starts and in which order, and bring that order about."""
+    def _begin(self) -> EpochPosition:
+        """Agree with the other ranks on where the epoch starts and in which order."""
         resumed, self._resume = self._resume, None
         wanted = resumed or EpochPosition(self.iteration, self._skip)
         self.set_epoch(wanted.epoch)
-        source = self._loaders_generator or torch.default_generator
-        state_before = source.get_state()
-        if wanted.seed is None:
-            wanted = self._draw(wanted)
-        position = self._agree(wanted)
-        if position.ended:  # on all ranks: what comes next is the next epoch
-            self._skip, self.iteration = 0, position.epoch + 1
-            return self._begin(stack)
-        assert position.base is not None
-        assert position.seed is not None
-        self._worker_seeds.manual_seed((position.base + self.communicator.rank * SEED_STRIDE) % 2**63)
-        if resumed is None and self.communicator.rank == 0 and source.device == self._worker_seeds.device:
-            self._worker_seeds.set_state(state_before)  # rank 0's workers get the seeds they had without us
-        stack.enter_context(generators_replaced(self._generators.unshared, position.seed))
-        return position
-
-    @property
-    def _loaders_generator(self) -> torch.Generator | None:
-        """What seeds of workers are drawn from, as in Accelerate: where rank 0 reads for all, not the loader's."""
-        return None if self._dispatches else self.base_dataloader.generator
-
-    def _draw(self, wanted: EpochPosition) -> EpochPosition:
-        """Draw as torch would: a number for the workers, and one for a random sampler without a generator, where it is
-        read."""
-        base, seed = draw_seed(self._loaders_generator), 0
-        reads = self.communicator.rank == 0 or not self._dispatches
-        if self.configuration.use_seedable_sampler:
-            seed = (self._data_seed + wanted.epoch + 2**63) % 2**64 - 2**63  # to torch the same, and it fits 64 bits
-        elif reads and self._generators.lacking:
-            seed = draw_seed(None)
-        return replace(wanted, base=base, seed=seed, generator=self._generators.states())
-
-    def _agree(self, wanted: EpochPosition) -> EpochPosition:
-        """Rank 0's order for everybody. Everything else must be the same already."""
-        batch_size, length = self._plan.batch_size, length_or_none(self._sharded.source)
-        reads = not self._dispatches
-        compared = {
-            "epoch": wanted.epoch,
-            "number of batches already taken": wanted.batches,
-            "size of the generators' state": decoded(wanted.generator).numel() if reads else -1,
-            "length": length if reads and length is not None else -1,
-            "batch size": batch_size if reads and batch_size is not None else -1,
-        }
-        return agree_on_position(self.communicator, wanted, compared, self._generators, shares_states=reads)
+        length = length_or_none(self._sharded.source)
+        position = self._order.agree(
+            wanted, resumes=resumed is not None, length=length, batch_size=self._plan.batch_size
+        )
+        if not position.ended:
+            return position
+        # On all ranks: what comes next is the next epoch.
+        self._skip, self.iteration = 0, position.epoch + 1
+        return self._begin()
 
 
-def _dealt_again(
+def _distributed_again(
     loader: DataLoader[Any], device: torch.device | None, configuration: DataLoaderConfiguration, alone: bool
 ) -> PreparedDataLoader:
-    try:
-        ranks = InProcessWorld(1).communicator(0) if alone else choose_communicator()
-    except NoProcessGroupError:
-        ranks = InProcessWorld(1).communicator(0)
-    again = PreparedDataLoader(
-        loader, communicator=ranks, device=device, gradient_state=GradientState(), configuration=configuration
-    )
-    again.alone = alone
-    return again
+    communicator = None
+    if not alone:
+        try:
+            communicator = choose_communicator()
+        except NoProcessGroupError:
+            communicator = InProcessWorld(1).communicator(0)
+    return PreparedDataLoader(loader, communicator, device=device, configuration=configuration)
 
 
 def _stateful_loader() -> Any:
@@ -431,7 +372,7 @@ def prepare_data_loader(
         loader = _without_first(loader)
     return PreparedDataLoader(
         loader,
-        communicator=communicator,
+        communicator,
         device=device if put_on_device else None,
         gradient_state=gradient_state,
         configuration=configuration,
@@ -447,20 +388,13 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> Prepare
     if num_batches < 0:
         raise ConfigurationError(f"num_batches must be at least 0, got {num_batches}")
     if not isinstance(loader, PreparedDataLoader):
-        loader = PreparedDataLoader(
-            loader,
-            communicator=InProcessWorld(1).communicator(0),
-            device=None,
-            gradient_state=GradientState(),
-            configuration=DataLoaderConfiguration(),
-        )
-        loader.alone = True
+        loader = PreparedDataLoader(loader)
     return loader.skipping(num_batches)
 
 
 def _without_first(prepared: PreparedDataLoader) -> DataLoader[Any]:
     """The loader that ``prepared`` was made from; its first epoch begins behind the batches that are to be skipped."""
-    loader, batches = prepared.base_dataloader, prepared.skipped
+    loader, batches = prepared.base_dataloader, prepared._skip
     if not batches:
         return loader
     if isinstance(loader.dataset, IterableDataset):

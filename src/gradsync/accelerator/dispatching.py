@@ -4,7 +4,7 @@ A message (see :mod:`gradsync.accelerator.trees`) holds the parts of all ranks, 
 too, uses what comes out of the message, so that all ranks see the same types.
 
 Tensors are split along their first dimension. So are lists and tuples that contain no tensor and have one entry per
-sample (texts, say): a *column*. Anything else is passed on whole.
+sample (such as texts): a *column*. Anything else is passed on whole.
 """
 
 import json
@@ -19,14 +19,15 @@ from torch.utils._pytree import TreeSpec, is_namedtuple_instance
 from gradsync.accelerator.sharding import RoundShare
 from gradsync.accelerator.trees import (
     ALIGNMENT,
-    NotPlainError,
     Placed,
+    UnsupportedTypeError,
     describe,
     end_of,
     flatten,
     leaves_of,
     plain,
     rebuild,
+    write,
 )
 from gradsync.base.errors import ConfigurationError, PeerFailedError
 from gradsync.communicator import Communicator
@@ -87,7 +88,7 @@ class _Batch:
 
     @classmethod
     def of(cls, tree: Any) -> "_Batch":
-        # A column is told by its length, here. Later, when batches are joined and cut, any length may turn up.
+        # A column is recognized by its length, here. Later, when batches are joined and cut, any length may turn up.
         size = _size_of(tree)
 
         def is_column(node: Any) -> bool:
@@ -124,7 +125,7 @@ def _join(parts: Sequence[Any]) -> Any:
     except RuntimeError as error:
         shapes = [tuple(part.shape) for part in parts]
         raise ConfigurationError(
-            f"dispatch_batches=True joins one batch a rank, but these have the shapes {shapes}. Pad them alike, or "
+            f"dispatch_batches=True joins one batch per rank, but these have the shapes {shapes}. Pad them alike, or "
             "pass split_batches=True, so that one batch is cut into parts, or dispatch_batches=False"
         ) from error
 
@@ -142,7 +143,7 @@ def _size_of(batch: Any) -> int:
     )
 
 
-# -- the wire ----------------------------------------------------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------------------------------
 
 
 def _next_part(rounds: Iterator[Sequence[Part]], communicator: Communicator) -> Part | None:
@@ -180,9 +181,7 @@ def _broadcast(communicator: Communicator, head: dict[str, Any], tensors: Placed
     message = torch.zeros(start + payload_length, dtype=torch.uint8, device=communicator.device)
     if communicator.rank == 0:
         message[:text_length] = text
-        for offset, tensor in tensors:
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            message[start + offset : start + offset + tensor.nbytes] = flat
+        write(tensors, message[start:])
     communicator.broadcast(message, 0).wait()
     return json.loads(bytes(message[:text_length].tolist())), message[start:]
 
@@ -190,7 +189,7 @@ def _broadcast(communicator: Communicator, head: dict[str, Any], tensors: Placed
 def _described(part: Any, tensors: Placed) -> Any:
     try:
         return describe(part, tensors, "batch")
-    except NotPlainError as error:
+    except UnsupportedTypeError as error:
         raise ConfigurationError(
             "dispatch_batches=True sends dicts, lists and tuples of dense tensors, numbers and strings to the other "
             f"ranks, but {error}. Let collate_fn return tensors, or pass dispatch_batches=False, so that every rank "

@@ -8,8 +8,8 @@
 
 An attempt that loses its communicator ends there, without an error. Nothing of it is kept, unless the optimizer has
 stepped: then the window was complete, and a rank that did not get as far takes its state from one that did. Before the
-next attempt the ranks regroup: they ask who takes part, form a process group, and give new ranks the state of number 0.
-They check for new ranks every few seconds. Everything that a rank does there depends only on what all ranks were told.
+next attempt the ranks regroup: they ask who takes part, form a process group, and give new ranks the state of rank 0.
+They check for new ranks every few seconds. What a rank does there depends only on what all ranks know.
 """
 
 import logging
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from gradsync.accelerator.numbered_windows import NumberedWindows
-from gradsync.accelerator.prepared_state import Prepared, heal
+from gradsync.accelerator.saving import Prepared, heal
 from gradsync.accelerator.world import ProcessControl, agree_on_backend, finalize_at_exit
 from gradsync.base.errors import BadStepError, ConfigurationError, GradsyncError, MisuseError, PeerFailedError
 from gradsync.communicator.logs import listed
@@ -36,10 +36,10 @@ __all__ = ["Elasticity", "refuse_beside_elastic"]
 
 LOGGER = logging.getLogger("gradsync")
 
-# One question to the lighthouse; whoever waits for others asks again.
+# One question to the lighthouse; a rank that waits for others asks again.
 ASK_SECONDS = 30.0
 AGAIN_SECONDS = 0.1
-# Meetings that fail in a row, each because somebody was lost meanwhile.
+# Regroupings that fail in a row, each because a rank was lost meanwhile.
 MEETINGS = 20
 
 
@@ -76,7 +76,7 @@ class Elasticity:
         self.generation: Generation | None = None
         self._settings = settings
         self._prepared = prepared
-        # All who answer who this process is.
+        # The accelerator and its world: both have the communicator.
         self._ranks = ranks
         self._launched = ranks[0].environment
         self._membership: Membership = settings.join(settings)
@@ -85,8 +85,8 @@ class Elasticity:
         self._asked: float | None = None
         self._looked = time.monotonic()
         self._running = self._closed = False
-        self._stepped = self._begun = 0
-        # Why there is a meeting, if nobody has said so, and who took part in the last one that came about.
+        self._stepped, self._entered = 0, False
+        # Why the ranks regroup, if no rank has logged it, and who took part in the last generation.
         self._lost = ""
         self._former: Sequence[ElasticMember] = ()
         # Of a window that an error of this rank's own has ended: what its buffers were before.
@@ -116,17 +116,19 @@ class Elasticity:
             self._meet_if_due()
             if self.step >= steps:
                 return
-            begun = self._begun
+            self._entered = False
             yield self._attempt()
-            if self._begun == begun:
+            if not self._entered:
                 raise MisuseError(
                     "an attempt was not entered, so its window was not done and would come again for ever. Write: "
                     "for attempt in accelerator.elastic.attempts(steps): with attempt as step: …"
                 )
 
     def before_meeting(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` before the ranks of now part because others have come: what they have started they can
-        finish. Where a rank was lost nobody is asked."""
+        """Call ``listener`` before the current ranks regroup because others have come, to finish what it has started.
+
+        It is not called where a rank was lost.
+        """
         self._before.append(listener)
 
     @contextmanager
@@ -138,8 +140,7 @@ class Elasticity:
                 self._hooked.add(id(prepared))
                 prepared.optimizer.register_step_post_hook(self._note_step)
         buffers = [buffer.clone() for buffer in self._buffers()]
-        self._stepped, self._running = 0, True
-        self._begun += 1
+        self._stepped, self._running, self._entered = 0, True, True
         try:
             yield self.step
         except PeerFailedError as error:
@@ -172,7 +173,7 @@ class Elasticity:
     def windows_of(
         self, loader: DataLoader[Any], micro_batches: int, seed: int, put_on_device: bool
     ) -> NumberedWindows:
-        """Of so many micro-batches for each of the ranks there are to be at the beginning."""
+        """Windows of ``micro_batches`` for each of the ranks planned at the beginning."""
         planned = self._settings.ranks or self._launched.world_size
         size = int(loader.batch_size or 1) * micro_batches * planned
         return NumberedWindows(loader, self._ranks[0], size=size, seed=seed, put_on_device=put_on_device)
@@ -192,17 +193,17 @@ class Elasticity:
             )
 
     def _lose(self, error: PeerFailedError, buffers: Sequence[torch.Tensor]) -> None:
-        """The wire is gone. Keeps no traceback: that would keep the generators of the window alive, in its middle."""
-        # One line is enough: of number 0, or of the next one where it is number 0 that is lost. Errors name it first.
+        """The communicator is lost. Keeps no traceback: that would keep the generators of the window alive."""
+        # One line is enough: of rank 0, or of rank 1 where rank 0 is lost. Errors name the lost rank first.
         own = None if self.generation is None else self.generation.communicator.rank
-        speaks = own == (1 if str(error).startswith("rank 0 ") else 0)
-        LOGGER.log(logging.WARNING if speaks else logging.INFO, "step %d: %s", self.step, error)
-        self._lost = "" if speaks else _first_line(error)
+        logs = own == (1 if str(error).startswith("rank 0 ") else 0)
+        LOGGER.log(logging.WARNING if logs else logging.INFO, "step %d: %s", self.step, error)
+        self._lost = "" if logs else _first_line(error)
         self._drop_window(buffers)
 
     @torch.no_grad()
     def _drop_window(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Discards the window, unless it was complete; this rank is then in no generation any more."""
+        """Discard the window, unless it was complete, and leave the generation."""
         if self._stepped:
             self.step += 1
         elif buffers:
@@ -245,8 +246,8 @@ class Elasticity:
                 self._meet(members)
 
     def _is_time_to_look(self, generation: Generation) -> bool:
-        """The same on all ranks: number 0 looks at its clock and says, before a window begins, that the others are to
-        look after it. When they have the means of that window, number 0 has begun it, and so has said so."""
+        """The same on all ranks: rank 0 looks at its clock, and notes in the store before a window begins that all look
+        after it. When the others have the means of that window, rank 0 has begun it, and so has noted it."""
         is_due = time.monotonic() - self._looked > self._settings.look_every
         if generation.store is None:
             return is_due
@@ -282,7 +283,7 @@ class Elasticity:
                 if dist.is_initialized():
                     dist.destroy_process_group()
             else:
-                self._tell(self.generation, time.monotonic() - began)
+                self._log_meeting(self.generation, time.monotonic() - began)
                 return
         raise GradsyncError(
             f"{MEETINGS} meetings in a row came to nothing, since ranks were lost in each. See what they wrote"
@@ -312,7 +313,7 @@ class Elasticity:
             time.sleep(AGAIN_SECONDS)
 
     def _are_enough(self, members: Sequence[ElasticMember]) -> bool:
-        """Depends only on what all ranks were told, so that all continue, or all ask again."""
+        """Depends only on what all ranks know, so that all continue, or all ask again."""
         if any(member.standing.generation for member in members):
             return len(members) >= self._settings.min_ranks
         wanted = self._settings.ranks or self._launched.world_size
@@ -345,10 +346,10 @@ class Elasticity:
             for listener in self._listeners:
                 listener(generation)
         except OSError as error:
-            # A file, and no wire: another meeting would not help.
+            # A file, not the communicator: regrouping would not help.
             raise GradsyncError(f"generation {generation.number} has met, and then: {error}") from error
 
-    def _tell(self, generation: Generation, seconds: float) -> None:
+    def _log_meeting(self, generation: Generation, seconds: float) -> None:
         if generation.communicator.rank == 0:
             healed = [str(generation.members[number]) for number in generation.lagging]
             missing = [
@@ -370,5 +371,5 @@ class Elasticity:
 
 
 def _first_line(error: BaseException) -> str:
-    """Without the frames of C++ that torch adds to what it says of a store."""
+    """Without the C++ frames that torch adds to errors of a store."""
     return str(error).partition("\n")[0]

@@ -29,13 +29,13 @@ from gradsync.parallel.accumulation import Accumulation
 from gradsync.parallel.attach import synchronize_gradients
 from gradsync.parallel.data_parallel import DistributedDataParallel
 
-__all__ = ["LossScaler", "Precision", "PreparedModels", "extract_model_from_parallel"]
+__all__ = ["LossScaler", "Precision", "PreparedModels", "extract_model_from_parallel", "refuse_prepared"]
 
 # The wrapper's arguments that the engine without a wrapper has too.
 _ENGINE = ("policy", "bucket_cap_mb")
 
-# What names a communication hook, and its defaults.
-_HOOK: dict[str, Any] = {"comm_hook": "no", "comm_wrapper": "no", "comm_state_option": {}}
+# Those that name a communication hook.
+_HOOK = ("comm_hook", "comm_wrapper", "comm_state_option")
 HALF = (torch.float16, torch.bfloat16)
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -63,7 +63,7 @@ class LossScaler:
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Undo the scaling of the optimizer's gradients, unless that was done."""
-        if self._is_used and self._stage(optimizer) == "READY":
+        if self._is_used and self.scaler._per_optimizer_states[id(optimizer)]["stage"].name == "READY":
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
@@ -94,10 +94,6 @@ class LossScaler:
     @property
     def _is_used(self) -> bool:
         return self.scaler._scale is not None
-
-    def _stage(self, optimizer: Optimizer) -> str:
-        stage: str = self.scaler._per_optimizer_states[id(optimizer)]["stage"].name
-        return stage
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -155,14 +151,6 @@ class Precision:
         model.forward = MethodType(forward, model)
 
 
-def plain_forward(model: nn.Module) -> nn.Module:
-    """Take :meth:`Precision.wrap_forward` back."""
-    if "_gradsync_plain_forward" in vars(model):
-        del model._gradsync_plain_forward
-        del model.forward
-    return model
-
-
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
@@ -190,19 +178,19 @@ class PreparedModels:
         self._options = dict(options)
         self._hook = {name: self._options.pop(name) for name in _HOOK if name in self._options}
         self._attachments: dict[int, Accumulation] = {}
+        if precision.scaler is not None:
+            precision.scaler.synchronizers = lambda: self.synchronizers
         self.prepared: list[nn.Module] = []
         # The same models without a wrapper.
         self.plain: list[nn.Module] = []
 
     def prepare(self, model: nn.Module, *, place: bool = True, evaluation_mode: bool = False) -> nn.Module:
-        """The model to train with: a wrapper, or the model itself in a world of one, where there is nobody to meet."""
+        """The model to train with: a wrapper, or the model itself in a world of one, which synchronizes nothing."""
         if any(model is prepared for prepared in self.prepared):
             return model
-        if id(model) in self._attachments:
-            raise ConfigurationError(
-                f"this {type(model).__name__} has been prepared already. Use the object that prepare() returned"
-            )
-        if place and not _is_spread(model):
+        refuse_prepared(model, self.plain)
+        # A model with parameters on several devices has been placed by the user.
+        if place and len({parameter.device for parameter in model.parameters()}) <= 1:
             model.to(self._world.device)
         self._precision.wrap_forward(model)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
@@ -223,13 +211,13 @@ class PreparedModels:
         wrapper = PreparedDistributedDataParallel(model, **ranks, **self._options | self._fresh_policy)
         wrapper.local_training = self._local
         if self._hook:
-            register_named_hook(wrapper, *[self._hook.get(name, default) for name, default in _HOOK.items()])
+            register_named_hook(wrapper, **self._hook)
         self._remember(wrapper, wrapper, model)
         return wrapper
 
     @property
     def _fresh_policy(self) -> dict[str, SyncPolicy]:
-        """Where ranks may come and go, reductions keep nothing of those of before: who comes has nothing of it."""
+        """Where ranks may come and go, reductions keep no state of an earlier generation: new ranks do not have it."""
         policy = self._options.get("policy")
         if not self._world.is_elastic or policy is None:
             return {}
@@ -240,7 +228,7 @@ class PreparedModels:
         for wrapper in self.attachments:
             if not isinstance(wrapper, DistributedDataParallel):
                 raise ConfigurationError(
-                    f"{type(wrapper).__name__} cannot go on with other ranks: prepare the model itself, unwrapped"
+                    f"{type(wrapper).__name__} cannot continue with other ranks: prepare the model itself, unwrapped"
                 )
             wrapper.regroup(self._world.communicator, self._fresh_policy.get("policy", wrapper.current_policy()))
 
@@ -264,26 +252,35 @@ class PreparedModels:
     def attachments(self) -> list[Accumulation]:
         return list({id(attachment): attachment for attachment in self._attachments.values()}.values())
 
+    @property
+    def synchronizers(self) -> list[Synchronizer]:
+        return [each.synchronizer for each in self.attachments]
+
     def clear(self) -> None:
         """Take the engine off all models."""
-        for attachment in self.attachments:
-            attachment.synchronizer.detach()
+        for synchronizer in self.synchronizers:
+            synchronizer.detach()
         self._attachments.clear()
         self.prepared.clear()
         self.plain.clear()
 
 
-def _is_spread(model: nn.Module) -> bool:
-    """Whether somebody has put parts of the model on several devices, and so knows better."""
-    devices: set[torch.device] = {parameter.device for parameter in model.parameters()}
-    return len(devices) > 1
+def refuse_prepared(given: Any, prepared: Iterable[Any]) -> None:
+    """Raise if ``given`` is what one of the prepared objects was made from."""
+    if any(each is given for each in prepared):
+        raise ConfigurationError(
+            f"this {type(given).__name__} has been prepared already. Use the object that prepare() returned"
+        )
 
 
 def register_named_hook(
-    model: DistributedDataParallel, hook: Any, wrapper: Any, state_option: Mapping[str, Any]
+    model: DistributedDataParallel,
+    comm_hook: Any = "no",
+    comm_wrapper: Any = "no",
+    comm_state_option: Mapping[str, Any] | None = None,
 ) -> None:
     """Have ``model`` reduce its buckets with the hook of that name, inside the wrapper of that name."""
-    # Imported late: nobody else needs them.
+    # Imported late: only needed here.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     hooks = {
@@ -298,23 +295,19 @@ def register_named_hook(
         "fp16": default_hooks.fp16_compress_wrapper,
         "bf16": default_hooks.bf16_compress_wrapper,
     }
-    chosen = _named("comm_hook", hook, hooks)
-    wrap = _named("comm_wrapper", wrapper, wrappers)
-    if chosen is not None:
-        has_state = _name(hook).endswith("power_sgd")
-        state = powerSGD_hook.PowerSGDState(None, **state_option) if has_state else None
-        model.register_comm_hook(state, wrap(chosen))
+    name, hook = _named("comm_hook", comm_hook, hooks)
+    _, wrap = _named("comm_wrapper", comm_wrapper, wrappers)
+    if hook is not None:
+        has_state = name.endswith("power_sgd")
+        state = powerSGD_hook.PowerSGDState(None, **comm_state_option or {}) if has_state else None
+        model.register_comm_hook(state, wrap(hook))
 
 
-def _name(value: Any) -> str:
-    return str(getattr(value, "value", value)).lower()
-
-
-def _named(argument: str, value: Any, known: Mapping[str, Any]) -> Any:
-    name = _name(value)
+def _named(argument: str, value: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
+    name = str(getattr(value, "value", value)).lower()
     if name not in known:
         raise ConfigurationError(f"{argument} must be one of {', '.join(known)}, got {value!r}")
-    return known[name]
+    return name, known[name]
 
 
 def extract_model_from_parallel(
@@ -326,8 +319,9 @@ def extract_model_from_parallel(
     while isinstance(inner, DistributedDataParallel | nn.parallel.DistributedDataParallel):
         inner = inner.module
     bare: nn.Module = getattr(inner, "_orig_mod", inner)
-    if not keep_fp32_wrapper:
-        plain_forward(bare)
+    if not keep_fp32_wrapper and "_gradsync_plain_forward" in vars(bare):
+        del bare._gradsync_plain_forward
+        del bare.forward
     if not keep_torch_compile:
         return bare
     # What was compiled around a wrapper is not what the model was.

@@ -115,7 +115,7 @@ def _refuse_what_has_no_numbers(loader: DataLoader[Any]) -> None:
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigurationError(
             f"{type(loader.dataset).__name__} has no numbers for its samples, so ranks that come and go cannot share "
-            f"them out anew. {remedy}"
+            f"them out again. {remedy}"
         )
     if loader.batch_size is None or not isinstance(loader.sampler, RandomSampler | SequentialSampler):
         what = "a batch_sampler" if loader.batch_size is None else f"a {type(loader.sampler).__name__}"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradsync.accelerator.trees import NotPlainError, flatten, leaves_of, map_leaves, pack, plain, unpack
+from gradsync.accelerator.trees import UnsupportedTypeError, flatten, leaves_of, map_leaves, pack, plain, unpack
 from gradsync.accelerator.windows import GradientState
 from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError, MismatchError, NoProcessGroupError
@@ -23,7 +23,6 @@ from gradsync.communicator.agreement import gather_bytes, require_agreement
 from gradsync.core.engine.backward_watch import tensors_in
 
 __all__ = [
-    "UnsupportedTypeError",
     "broadcast",
     "broadcast_object_list",
     "concatenate",
@@ -40,10 +39,6 @@ __all__ = [
 ]
 
 REDUCTIONS = ("mean", "sum", "max", "none")
-
-
-class UnsupportedTypeError(ConfigurationError, TypeError):
-    """A value of a type that cannot be sent. Accelerate raises a TypeError there."""
 
 
 # -- over ranks -------------------------------------------------------------------------------------------------------
@@ -158,11 +153,7 @@ def broadcast_object_list(
     communicator = everyone() if communicator is None else communicator
     call = f"broadcast_object_list from {from_process!r}"
     advice = "All ranks must name the same rank and pass lists of the same length"
-    described = [("call", call), ("length", len(object_list))]
-    try:
-        require_agreement(communicator, call, described)
-    except MismatchError as error:
-        raise MismatchError(f"{error}. {advice}") from error
+    require_agreement(communicator, call, [("call", call), ("length", len(object_list))], remedy=advice)
     _require_rank(communicator, from_process)
     own = _packed(object_list, "broadcast_object_list") if communicator.rank == from_process else b""
     payloads = gather_bytes(communicator, own)
@@ -175,10 +166,10 @@ def broadcast_object_list(
 def _packed(objects: Any, call: str) -> bytes:
     try:
         if not isinstance(objects, list | tuple):
-            raise NotPlainError(f"a list was expected, got {type(objects).__name__}")
+            raise UnsupportedTypeError(f"a list was expected, got {type(objects).__name__}")
         return pack({"objects": list(objects)}, "message")
     except (TypeError, ValueError, RecursionError) as error:
-        # The others wait for an answer: they shall learn it too.
+        # The other ranks wait for an answer, and raise too.
         return pack({"error": f"{error}".replace("message['objects']", "objects")})
 
 
@@ -252,7 +243,7 @@ def send_to_device(tree: Any, device: torch.device | str | int, non_blocking: bo
             return leaf
         try:
             return leaf.to(device, non_blocking=non_blocking)
-        except TypeError:  # somebody's own class, whose to() takes the device alone
+        except TypeError:  # a user's class, whose to() takes the device alone
             if isinstance(leaf, torch.Tensor):
                 raise
             return leaf.to(device)
@@ -326,7 +317,7 @@ def _broadcast_one(communicator: Communicator, tensor: torch.Tensor, source: int
 
 
 def _reduce_one(communicator: Communicator, tensor: torch.Tensor, reduction: str, scale: float) -> torch.Tensor:
-    total = torch.empty(tensor.shape, dtype=_summed_in(tensor), device=_wire_device(communicator, tensor))
+    total = torch.empty(tensor.shape, dtype=_summed_in(tensor), device=_transfer_device(communicator, tensor))
     total.copy_(tensor.detach())
     if reduction != "none" and total.numel():
         # NCCL knows no complex numbers.
@@ -350,13 +341,13 @@ def _summed_in(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _payload(communicator: Communicator, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, where the wire can read them. May be the tensor's own memory."""
+    """The tensor's bytes, where the communicator can read them. May be the tensor's own memory."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8).to(_wire_device(communicator, tensor))
+    return plain.view(-1).view(torch.uint8).to(_transfer_device(communicator, tensor))
 
 
-def _wire_device(communicator: Communicator, tensor: torch.Tensor) -> torch.device:
-    # A group that has a CPU backend says so by its device; one with NCCL alone cannot take CPU tensors.
+def _transfer_device(communicator: Communicator, tensor: torch.Tensor) -> torch.device:
+    # The device of a group with a CPU backend is the CPU; one with NCCL alone cannot take CPU tensors.
     return communicator.device if tensor.device.type == "cpu" else tensor.device
 
 
@@ -374,13 +365,13 @@ def _agree(
     leaves = leaves_of(tree)
     described = [("call", call)]
     described += [(path, describe(leaf) if _is_dense(leaf) else _kind(leaf)) for path, leaf in leaves]
-    everybody: list[Any] = []
+    descriptions: list[Any] = []
     try:
         require_agreement(communicator, call, described)
     except MismatchError:
-        # Raised on every rank: all come here and can say more about it.
+        # Raised on every rank, so all gather what each rank has, for a better message.
         payloads = gather_bytes(communicator, json.dumps(described).encode())
-        everybody = [json.loads(payload) for payload in payloads]
+        descriptions = [json.loads(payload) for payload in payloads]
     for path, leaf in leaves:
         if not _is_dense(leaf):
             raise UnsupportedTypeError(
@@ -388,8 +379,8 @@ def _agree(
                 f"{path} is {_kind(leaf)}: {reprlib.repr(leaf)}. Make a number a torch.tensor, a sparse tensor dense; "
                 "gather_object takes other values"
             )
-    if everybody:
-        raise MismatchError(f"ranks differ in {call}: {_difference(everybody)}. {advice}")
+    if descriptions:
+        raise MismatchError(f"ranks differ in {call}: {_difference(descriptions)}. {advice}")
     return [tensor for _, tensor in leaves]
 
 
@@ -403,9 +394,9 @@ def _kind(leaf: Any) -> str:
     return "a nested tensor" if leaf.is_nested else f"a {leaf.layout} tensor"
 
 
-def _difference(everybody: list[list[list[str]]]) -> str:
+def _difference(descriptions: list[list[list[str]]]) -> str:
     """The first entry that is not the same everywhere, with the ranks that have it one way and the other."""
-    for entries in itertools.zip_longest(*everybody, fillvalue=["nothing more", ""]):
+    for entries in itertools.zip_longest(*descriptions, fillvalue=["nothing more", ""]):
         ranks_with: dict[str, list[str]] = {}
         for rank, (path, text) in enumerate(entries):
             ranks_with.setdefault(f"{path}: {text}" if text else path, []).append(str(rank))

@@ -1,7 +1,7 @@
 """Prepared optimizers and schedulers: call them in every micro-batch; they take effect at the end of a window."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -17,7 +17,7 @@ from gradsync.optim.sharded.mode import Mode
 
 __all__ = ["Overlap", "Overlapping", "PreparedOptimizer", "PreparedScheduler"]
 
-# What the wire works behind: backward alone, the next forward too, or whatever is faster.
+# What communication overlaps with: backward alone, the next forward too, or whatever is faster.
 Overlap = Literal["backward", "next-forward", "auto"]
 
 
@@ -90,7 +90,7 @@ class PreparedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no windows any more: it steps whenever it is told to."""
+        """A copy has no windows any more: it steps at every call."""
         return {"optimizer": self.optimizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ class PreparedOptimizer(Optimizer):
         """Update the parameters, if the window ends with this micro-batch."""
         if not self.window_ends:
             return None
-        with self._stepping():
+        with nullcontext() if self._windows is None else self._windows.local.stepping(self.synchronizers):
             if self.scaler is not None:
                 return self._scaled_step(self.scaler, closure)
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
@@ -133,9 +133,6 @@ class PreparedOptimizer(Optimizer):
     def _was_rejected(self) -> bool:
         """Whether the step that has just run changed nothing, because ranks have agreed on that."""
         return any(synchronizer.window.step_was_skipped for synchronizer in self.synchronizers)
-
-    def _stepping(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._windows is None else self._windows.local.stepping(self.synchronizers)
 
     def _scaled_step(self, scaler: LossScaler, closure: Callable[[], Any] | None) -> Any:
         self._stepped_inside = False
@@ -206,16 +203,15 @@ class PreparedScheduler:
         """A copy has no windows any more: it moves whenever its optimizers may step."""
         return {**self.__dict__, "_windows": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance, if the optimizers stepped."""
         if not self._follows_optimizer or (self._window_ends and self._several is None):
             self.scheduler.step(*args, **kwargs)
         elif self._window_ends:
+            total = getattr(self.scheduler, "total_steps", None)
             for _ in range(self._several or 0):
-                if not self._beyond_the_end:
+                # Several steps per window may overshoot the end of a schedule of fixed length.
+                if total is None or self.scheduler._step_count <= total:
                     self.scheduler.step(*args, **kwargs)
 
     @property
@@ -223,9 +219,3 @@ class PreparedScheduler:
         if not self.optimizers:
             return self._windows is None or self._windows.end_for([])
         return all(optimizer.window_ends and not optimizer.step_was_skipped for optimizer in self.optimizers)
-
-    @property
-    def _beyond_the_end(self) -> bool:
-        """Whether a schedule of fixed length is finished: several steps per window may overshoot its end."""
-        total = getattr(self.scheduler, "total_steps", None)
-        return total is not None and self.scheduler._step_count > total

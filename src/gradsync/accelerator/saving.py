@@ -1,47 +1,208 @@
-"""What an Accelerator writes: all prepared state, to resume; a model, for others to load; any object; trackers' runs.
+"""What an Accelerator saves: all prepared state, to resume or to send to ranks that lag behind; a model; any object.
 
-``log_with`` takes Accelerate's trackers (TensorBoard, wandb, …), which need the ``accelerate`` package. Its objects ask
-its ``PartialState``, one per process, which rank this is. By itself it would read a launcher's variables and might
-create a process group; so :func:`register_accelerator` tells it. That also serves ``accelerate.logging.get_logger`` and
-any other part of Accelerate that a script keeps using.
+Models, optimizers, schedulers and the scaler are written once; every rank writes its positions in the data, its random
+numbers and what an unfinished window has accumulated. Objects are identified by the order in which they were prepared.
 """
 
 import json
 import re
 import shutil
-import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gradsync.accelerator.models import extract_model_from_parallel
-from gradsync.accelerator.prepared_state import Prepared, has_checkpoint, load_prepared, save_prepared
+from gradsync.accelerator.data_loader import PreparedDataLoader
+from gradsync.accelerator.models import Precision, PreparedModels, extract_model_from_parallel
+from gradsync.accelerator.optimizer import PreparedOptimizer, PreparedScheduler
 from gradsync.accelerator.settings import ProjectConfiguration
+from gradsync.accelerator.windows import ModelWindows
 from gradsync.accelerator.world import ProcessControl
 from gradsync.base.errors import ConfigurationError
-from gradsync.checkpoint import CheckpointFolder, write_tensors
+from gradsync.checkpoint import CheckpointFolder, Loaded, decode, encode, rng_state, set_rng_state, write_tensors
+from gradsync.communicator import Communicator
+from gradsync.core.engine.blocks import load_window, save_window
+from gradsync.parallel.replica import broadcast_tensors, in_batches
 
-__all__ = ["Saving", "register_accelerator"]
+__all__ = ["Prepared", "Saving", "heal", "restore_prepared", "save_prepared"]
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_OURS = "_told_by_gradsync"
+
+
+@dataclass(kw_only=True)
+class Prepared:
+    """Everything an accelerator has prepared, and the objects that users have registered."""
+
+    models: PreparedModels
+    precision: Precision
+    windows: ModelWindows
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    schedulers: list[PreparedScheduler] = field(default_factory=list)
+    loaders: list[PreparedDataLoader] = field(default_factory=list)
+    others: list[Any] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.models.clear()
+        self.windows.forget()
+        for each in (self.optimizers, self.schedulers, self.loaders, self.others):
+            each.clear()
+
+    @property
+    def replicated(self) -> dict[str, Sequence[Any]]:
+        """What has the same state on all ranks, in the order in which it is loaded."""
+        names = ("optimizers", "schedulers", "others")
+        return {"models": self.models.plain} | {name: getattr(self, name) for name in names}
+
+
+def save_prepared(
+    prepared: Prepared,
+    checkpoints: CheckpointFolder,
+    *,
+    step: int | None = None,
+    facts: dict[str, Any] | None = None,
+    weights: Sequence[Any] | None = None,
+) -> Path:
+    """Write a checkpoint, of the step after the newest one unless ``step`` says another; returns where. Collective.
+
+    ``weights`` stand for the states of the models.
+    """
+    engines = prepared.models.synchronizers
+    shared = {**shared_state(prepared), "engines": [engine.state_dict() for engine in engines]}
+    if weights is not None:
+        shared["models"] = list(weights)
+    own = {
+        "rng": rng_state(),
+        "loaders": [loader.state_dict() for loader in prepared.loaders],
+        "windows": [save_window(each.engine) for each in engines],
+        "counts": prepared.windows.counts(engines),
+    }
+    if step is None:
+        step = max(checkpoints.steps(), default=-1) + 1
+    return checkpoints.save(step, shared=shared, own=own, facts=facts or {})
+
+
+def shared_state(prepared: Prepared) -> dict[str, Any]:
+    """What is the same on all ranks, except the engines. Collective with sharding."""
+    scaler, state = prepared.precision.scaler, dict[str, Any]()
+    for name, objects in prepared.replicated.items():
+        state[name] = [
+            each.shared_state() if isinstance(each, PreparedOptimizer) else each.state_dict() for each in objects
+        ]
+    return {**state, "scaler": None if scaler is None else scaler.state_dict()}
+
+
+def restore_prepared(
+    prepared: Prepared, loaded: Loaded, world_size: int, *, models: Sequence[Any] | None = None
+) -> bool:
+    """Bring everything into the state of ``loaded``; whether that includes what is a rank's own.
+
+    It does not if another number of ranks wrote it.
+    """
+    shared = loaded.shared
+    if "models" not in shared:
+        raise ConfigurationError(
+            f"{loaded.path} was written by an earlier gradsync, in another form. Continue with that one, or start over"
+        )
+    load_shared_state(prepared, shared, f"the checkpoint {loaded.path.name}", models=models)
+    if loaded.own is None or loaded.world_size != world_size:
+        return False
+    _load_own(prepared, loaded.own, shared["engines"])
+    return True
+
+
+def load_shared_state(
+    prepared: Prepared, shared: dict[str, Any], source: str, *, models: Sequence[Any] | None = None
+) -> None:
+    """Bring everything into the state that :func:`shared_state` returned; errors name it ``source``."""
+    replicated = prepared.replicated | ({} if models is None else {"models": models})
+    for name, objects in replicated.items():
+        _require_count(name, shared[name], objects)
+    for name, objects in replicated.items():
+        for target, state in zip(objects, shared[name], strict=True):
+            try:
+                target.load_state_dict(state)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[-1].strip()
+                raise ConfigurationError(f"{source} holds other {name}: {reason}") from error
+    if prepared.precision.scaler is not None and shared["scaler"] is not None:
+        prepared.precision.scaler.load_state_dict(shared["scaler"])
+
+
+def _load_own(prepared: Prepared, own: dict[str, Any], states: Sequence[Any]) -> None:
+    _require_count("loaders", own["loaders"], prepared.loaders)
+    engines = prepared.models.synchronizers
+    for engine, state, window in zip(engines, states, own["windows"], strict=True):
+        # The layout of the buckets, which decides in which order numbers are added up.
+        engine.load_state_dict(state)
+        load_window(engine.engine, window)
+    for loader, state in zip(prepared.loaders, own["loaders"], strict=True):
+        loader.load_state_dict(state)
+    prepared.windows.load_counts(engines, own["counts"])
+    set_rng_state(own["rng"])
+
+
+def _require_count(name: str, saved: Sequence[Any], here: Sequence[Any]) -> None:
+    if len(saved) != len(here):
+        raise ConfigurationError(
+            f"the checkpoint holds {len(saved)} {name} and this accelerator has prepared {len(here)}. Prepare the same "
+            "objects, in the same order, before you load"
+        )
+
+
+# -- over the communicator, unpickled ---------------------------------------------------------------------------------
+
+
+def heal(prepared: Prepared, communicator: Communicator, lagging: Sequence[int]) -> None:
+    """Copy all prepared state of rank 0 to the ``lagging`` ranks. Collective."""
+    is_source, lags = communicator.rank == 0, communicator.rank in lagging
+    structure, tensors = encode(shared_state(prepared)) if is_source else (None, {})
+    described = [
+        (name, list(each.shape), str(each.dtype).removeprefix("torch."), each.device.type, each.nbytes)
+        for name, each in tensors.items()
+    ]
+    structure, described = json.loads(_from_rank_0(json.dumps([structure, described]).encode(), communicator))
+    received: dict[str, torch.Tensor] = {}
+    for batch in in_batches(described, lambda one: int(one[-1])):
+        pieces = {
+            name: tensors[name].contiguous() if is_source else _empty(communicator, shape, dtype, kind)
+            for name, shape, dtype, kind, _ in batch
+        }
+        broadcast_tensors(pieces.values(), communicator)
+        if lags:
+            received.update(pieces)
+    if lags:
+        load_shared_state(prepared, decode(structure, received), "the state of rank 0")
+
+
+def _empty(communicator: Communicator, shape: list[int], dtype: str, kind: str) -> torch.Tensor:
+    device = communicator.device if kind == communicator.device.type else torch.device(kind)
+    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+
+
+def _from_rank_0(message: bytes, communicator: Communicator) -> bytes:
+    size = torch.tensor([len(message)], dtype=torch.int64, device=communicator.device)
+    communicator.broadcast(size, 0).wait()
+    letters = torch.zeros(int(size), dtype=torch.uint8, device=communicator.device)
+    if communicator.rank == 0:
+        letters.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    communicator.broadcast(letters, 0).wait()
+    return bytes(letters.tolist())
+
+
+# -- the methods of the Accelerator -----------------------------------------------------------------------------------
 
 
 class Saving(ProcessControl):
-    """Mixin of the Accelerator: saving, loading and trackers."""
+    """Mixin of the Accelerator: saving and loading."""
 
     prepared: Prepared
     project_configuration: ProjectConfiguration
-    mixed_precision: Any
-    log_with: list[Any]
-    trackers: list[Any]
     _save_hooks: "OrderedDict[int, Callable[..., None]]"
     _load_hooks: "OrderedDict[int, Callable[..., None]]"
 
@@ -79,7 +240,12 @@ class Saving(ProcessControl):
 
     def has_state(self, input_dir: str | Path) -> bool:
         """Whether :meth:`save_state` has written a checkpoint there. All processes must call it."""
-        return has_checkpoint(self.communicator, input_dir)
+        # Good or damaged. Rank 0 looks, so that all get the same answer.
+        found = torch.zeros(1, dtype=torch.int32, device=self.communicator.device)
+        if self.is_main_process:
+            found.fill_(int(bool(CheckpointFolder(input_dir, self.communicator).steps())))
+        self.communicator.broadcast(found, 0).wait()
+        return bool(found.item())
 
     def load_state(self, input_dir: str | Path | None = None, load_kwargs: Any = None, **_: Any) -> None:
         """Resume from :meth:`save_state`, with the same objects prepared in the same order.
@@ -93,8 +259,18 @@ class Saving(ProcessControl):
         models = list(self.prepared.models.prepared)
         for hook in self._load_hooks.values():
             hook(models, str(folder[0]))
+        loaded = CheckpointFolder(folder[0], self.communicator).load()
+        if loaded is None:
+            raise ConfigurationError(
+                f"there is no checkpoint in {folder[0]}. Write one with accelerator.save_state({str(folder[0])!r})"
+            )
         plain = [extract_model_from_parallel(model) for model in models]
-        for note in load_prepared(self.prepared, self.communicator, folder[0], models=plain):
+        if not restore_prepared(self.prepared, loaded, self.num_processes, models=plain):
+            loaded.notes.append(
+                f"the checkpoint was written by {loaded.world_size} ranks and is read by {self.num_processes}: random "
+                "numbers, positions in the data and unfinished windows are not restored"
+            )
+        for note in loaded.notes:
             self.print(note)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
@@ -188,70 +364,6 @@ class Saving(ProcessControl):
             index = {"metadata": {"total_size": sum(map(_size_of, state.values()))}, "weight_map": places}
             (folder / f"{stem}.{ending}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-    # -- trackers; they live on the main process, elsewhere these methods do nothing ---------------------------------
-
-    def _choose_trackers(self, log_with: Any, logging_dir: str | Path | None) -> None:
-        self.trackers = []
-        self.log_with = []
-        if log_with is None or log_with == []:
-            return
-        try:
-            self.log_with = _trackers_of_accelerate().filter_trackers(log_with, logging_dir)
-        except ValueError as error:
-            raise ConfigurationError(f"log_with={log_with!r}: {error}") from error
-        if not self.log_with:
-            warnings.warn(
-                f"`log_with={log_with}` was passed but no supported trackers are currently installed.", stacklevel=4
-            )
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: Mapping[str, Any] | None = None,
-        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Begin a run with every tracker of ``log_with``. ``init_kwargs`` has arguments for each, by its name."""
-        if not self.log_with or not self.is_main_process:
-            return
-        tracking = _trackers_of_accelerate()
-        register_accelerator(self, self.mixed_precision)
-        for wanted in self.log_with:
-            if isinstance(wanted, tracking.GeneralTracker):
-                self.trackers.append(wanted)
-                continue
-            kind = tracking.LOGGER_TYPE_TO_CLASS[str(wanted)]
-            places = [self.project_configuration.logging_dir] if kind.requires_logging_directory else []
-            self.trackers.append(kind(project_name, *places, **(init_kwargs or {}).get(str(wanted), {})))
-        for tracker in self.trackers:
-            tracker.start()
-            if config is not None:
-                tracker.store_init_configuration(dict(config))
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of that name, or with ``unwrap`` the object of its library."""
-        for tracker in self.trackers:
-            if tracker.name == name:
-                return tracker.tracker if unwrap else tracker
-        if not self.trackers:
-            return _Blank()
-        names: Sequence[str] = [tracker.name for tracker in self.trackers]
-        raise ConfigurationError(f"{name} is not an available tracker stored inside the `Accelerator`: it has {names}")
-
-    def log(
-        self,
-        values: Mapping[str, Any],
-        step: int | None = None,
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Give numbers and texts to all trackers. ``log_kwargs`` has arguments for each, by its name."""
-        for tracker in self.trackers:
-            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
-
-    def _finish_trackers(self) -> None:
-        for tracker in self.trackers:
-            tracker.finish()
-        self.trackers = []
-
 
 # -- files of a model -------------------------------------------------------------------------------------------------
 
@@ -287,60 +399,3 @@ def _bytes_of(size: int | str) -> int:
     if match is None:
         raise ConfigurationError(f"max_shard_size must be a number of bytes or a text such as '10GB', got {size!r}")
     return int(float(match[1]) * UNITS[match[2]])
-
-
-# -- the package accelerate -------------------------------------------------------------------------------------------
-
-
-def register_accelerator(control: ProcessControl, mixed_precision: str) -> None:
-    """Tell Accelerate's state, if it is loaded and knows nothing better, which process this is."""
-    module = sys.modules.get("accelerate.state")
-    if module is None:
-        return
-    known: Any = module.PartialState._shared_state
-    if known and _OURS not in known:
-        return
-    known.update(
-        {
-            "_cpu": control.device.type == "cpu",
-            "backend": dist.get_backend() if dist.is_initialized() else None,
-            "device": control.device,
-            "debug": False,
-            "distributed_type": module.DistributedType(str(control.distributed_type)),
-            "num_processes": control.num_processes,
-            "process_index": control.process_index,
-            "local_process_index": control.local_process_index,
-            "fork_launched": False,
-            _OURS: True,
-        }
-    )
-    whole: Any = module.AcceleratorState._shared_state
-    if whole and _OURS not in whole:
-        return
-    whole.clear()
-    plugin = sys.modules["accelerate.utils"].TorchDynamoPlugin()
-    try:
-        module.AcceleratorState(mixed_precision, cpu=known["_cpu"], dynamo_plugin=plugin, _from_accelerator=True)
-    except Exception:
-        # A version that wants to know more. It says so itself to whoever asks it.
-        whole.clear()
-
-
-def _trackers_of_accelerate() -> Any:
-    try:
-        from accelerate import tracking  # type: ignore[import-not-found, import-untyped, unused-ignore]
-    except ImportError as error:
-        raise ConfigurationError(
-            "log_with uses the trackers of the package accelerate, which is not here. Run: pip install accelerate. Or "
-            "leave log_with away, and use the tracker's own package where accelerator.is_main_process"
-        ) from error
-    return tracking
-
-
-class _Blank:
-    """A tracker for processes that have none: every call does nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_, **__: None

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -28,14 +28,18 @@ __all__ = [
     "InitProcessGroupKwargs",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "adopted",
     "checked_rng_types",
     "chosen_loaders",
     "chosen_plugin",
+    "chosen_project",
     "launched_settings",
     "refuse_absent",
     "require_steps",
     "settings_of",
 ]
+
+T = TypeVar("T")
 
 CHOICES = {
     "divide_by": ("window", "num_steps"),
@@ -87,11 +91,6 @@ class GradientAccumulationPlugin:
         """Accelerate's own arithmetic, for runs that must not differ from earlier ones."""
         return cls(num_steps, **{"divide_by": "num_steps", "windows": "shared", **options})
 
-    @classmethod
-    def of(cls, plugin: Any) -> "GradientAccumulationPlugin":
-        """``plugin``, or what Accelerate's object of that name says."""
-        return plugin if isinstance(plugin, cls) else cls(**_fields_of(plugin, cls))
-
     def __post_init__(self) -> None:
         if self.num_steps is not None:
             require_steps("num_steps", self.num_steps)
@@ -128,11 +127,6 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
-    @classmethod
-    def of(cls, configuration: Any) -> "DataLoaderConfiguration":
-        """``configuration``, or what Accelerate's object of that name says."""
-        return configuration if isinstance(configuration, cls) else cls(**_fields_of(configuration, cls))
-
 
 @dataclass
 class ProjectConfiguration:
@@ -156,26 +150,16 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         self.logging_dir = self.project_dir if self.logging_dir is None else self.logging_dir
 
-    @classmethod
-    def of(cls, configuration: Any, project_dir: Any = None) -> "ProjectConfiguration":
-        """``configuration``, ours or Accelerate's, with ``project_dir`` where it has none."""
-        if isinstance(configuration, cls):
-            chosen = configuration
-        else:
-            chosen = cls() if configuration is None else cls(**_fields_of(configuration, cls))
-        if project_dir is not None and chosen.project_dir is None:
-            chosen.project_dir = str(project_dir)
-            chosen.logging_dir = chosen.logging_dir or str(project_dir)
-        return chosen
 
-
-def _fields_of(given: Any, known: type[Any]) -> dict[str, Any]:
-    """The values of an object that has other fields besides."""
-    names = [field.name for field in dataclasses.fields(known)]
+def adopted(kind: type[T], given: Any) -> T:
+    """``given``, or an object of ``kind`` with the fields of Accelerate's object of that name."""
+    if isinstance(given, kind):
+        return given
+    names = [field.name for field in dataclasses.fields(cast(Any, kind))]
     found = {name: getattr(given, name) for name in names if hasattr(given, name)}
     if not found:
-        raise ConfigurationError(f"a {known.__name__} was expected, ours or Accelerate's, got {type(given).__name__}")
-    return found
+        raise ConfigurationError(f"a {kind.__name__} was expected, ours or Accelerate's, got {type(given).__name__}")
+    return kind(**found)
 
 
 # -- kwargs_handlers -------------------------------------------------------------------------------------------------
@@ -257,12 +241,12 @@ class ProfileKwargs:
         )
 
 
-_KNOWN = (DistributedDataParallelKwargs, GradScalerKwargs, AutocastKwargs, InitProcessGroupKwargs, ProfileKwargs)
+_HANDLERS = (DistributedDataParallelKwargs, GradScalerKwargs, AutocastKwargs, InitProcessGroupKwargs, ProfileKwargs)
 
 
 def settings_of(handlers: Iterable[Any] | None) -> dict[str, dict[str, Any]]:
-    """What each handler changes, by the name of its class."""
-    settings: dict[str, dict[str, Any]] = {known.__name__: {} for known in _KNOWN}
+    """The fields of each handler that differ from their defaults, by the name of its class."""
+    settings: dict[str, dict[str, Any]] = {known.__name__: {} for known in _HANDLERS}
     for handler in handlers or ():
         name = type(handler).__name__
         if name == "TorchDynamoPlugin" and is_dynamo_off(handler):
@@ -271,23 +255,18 @@ def settings_of(handlers: Iterable[Any] | None) -> dict[str, dict[str, Any]]:
             raise ConfigurationError(
                 f"kwargs_handlers knows {', '.join(settings)}, got {name}. Leave it out: nothing here would use it"
             )
-        settings[name].update(_changed(handler))
+        defaults = type(handler)()
+        changed = {field: value for field, value in vars(handler).items() if value != getattr(defaults, field)}
+        kind = next(each for each in _HANDLERS if each.__name__ == name)
+        known = {field.name for field in dataclasses.fields(cast(Any, kind))}
+        if unknown := sorted(changed.keys() - known):
+            raise ConfigurationError(
+                f"{name}({unknown[0]}={changed[unknown[0]]!r}) means nothing here; known are "
+                f"{', '.join(sorted(known))}. For a process group with settings of its own, call "
+                "torch.distributed.init_process_group before the Accelerator is made, which then uses it"
+            )
+        settings[name].update(changed)
     return settings
-
-
-def _changed(handler: Any) -> dict[str, Any]:
-    """The fields that differ from their defaults."""
-    known = next(kind for kind in _KNOWN if kind.__name__ == type(handler).__name__)
-    names = {field.name for field in dataclasses.fields(known)}
-    defaults = type(handler)()
-    changed = {name: value for name, value in vars(handler).items() if value != getattr(defaults, name)}
-    if unknown := sorted(changed.keys() - names):
-        raise ConfigurationError(
-            f"{type(handler).__name__}({unknown[0]}={changed[unknown[0]]!r}) means nothing here; known are "
-            f"{', '.join(sorted(names))}. For a process group with settings of its own, call "
-            "torch.distributed.init_process_group before the Accelerator is made, which then uses it"
-        )
-    return changed
 
 
 # -- arguments, the environment, what is absent ----------------------------------------------------------------------
@@ -310,7 +289,7 @@ def chosen_plugin(steps: int, plugin: Any, launched: int | None) -> GradientAccu
         if launched is None:
             require_steps("gradient_accumulation_steps", steps)
         return GradientAccumulationPlugin(steps if launched is None else launched)
-    chosen = GradientAccumulationPlugin.of(plugin)
+    chosen = adopted(GradientAccumulationPlugin, plugin)
     if steps not in (1, chosen.num_steps):
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} and a plugin with num_steps={chosen.num_steps}: pass one of them"
@@ -326,7 +305,16 @@ def chosen_loaders(configuration: Any, split: bool, even: bool, dispatch: bool |
         raise ConfigurationError(
             "split_batches, even_batches and dispatch_batches belong into dataloader_config when that is given"
         )
-    return DataLoaderConfiguration.of(configuration)
+    return adopted(DataLoaderConfiguration, configuration)
+
+
+def chosen_project(configuration: Any, project_dir: Any) -> ProjectConfiguration:
+    """From a configuration of either library, with ``project_dir`` where it has none."""
+    chosen = ProjectConfiguration() if configuration is None else adopted(ProjectConfiguration, configuration)
+    if project_dir is not None and chosen.project_dir is None:
+        chosen.project_dir = str(project_dir)
+        chosen.logging_dir = chosen.logging_dir or str(project_dir)
+    return chosen
 
 
 STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class RoundShare(NamedTuple):
-    """What a rank knows about its part of a round.
+    """This rank's part of a round, and the others'.
 
     ``common``: every rank has a part. ``partial``: this rank has one, and at least one other has none. ``absent``: this
     rank has none; the batch repeats the beginning, in case there is nothing else to use.
@@ -64,13 +64,18 @@ class ShardingPlan:
     even: bool
 
     @property
+    def group(self) -> int:
+        """Batches of the loader in a round."""
+        return 1 if self.split else self.world_size
+
+    @property
     def part(self) -> int:
-        """Samples that a rank gets of a full round; batches, where their size is not known."""
+        """Samples per rank in a full round; batches, where their size is not known."""
         if self.batch_size is None:
             return 1
         return self.batch_size // self.world_size if self.split else self.batch_size
 
-    def deal(self, units: list[T], first: list[T], part: int) -> tuple[RoundShare, list[T]] | None:
+    def take(self, units: list[T], first: list[T], part: int) -> tuple[RoundShare, list[T]] | None:
         """This rank's part of the round ``units``; None if the round is dropped. ``first`` is the first round."""
         whole = part * self.world_size
         mine = slice(part * self.rank, part * (self.rank + 1))
@@ -150,22 +155,22 @@ class ShardedBatchSampler(Sampler[Any]):
 
     def rounds(self) -> Iterator[tuple[RoundShare, Any]]:
         """The indices of this rank's part of each round."""
-        stream, take = iter(self.source), 1 if self.plan.split else self.plan.world_size
-        first = batches = list(islice(stream, take))
+        stream, group = iter(self.source), self.plan.group
+        first = batches = list(islice(stream, group))
         self.check(first)
         while batches:
-            if (outcome := self._deal(batches, first)) is not None:
+            if (outcome := self._take(batches, first)) is not None:
                 yield outcome
-            batches = list(islice(stream, take))
+            batches = list(islice(stream, group))
 
-    def _deal(self, batches: list[Any], first: list[Any]) -> tuple[RoundShare, Any] | None:
+    def _take(self, batches: list[Any], first: list[Any]) -> tuple[RoundShare, Any] | None:
         plan = self.plan
         if plan.world_size > 1 and (plan.split or (self._regular(batches) and self._regular(first))):
             # The samples of a round in a row: a batch each, and what is missing is missing at the end.
             samples = _flat(batches)
             part = max(plan.part, -(-len(samples) // plan.world_size)) if plan.split else plan.part
-            return plan.deal(samples, _flat(first), part)
-        outcome = plan.deal(batches, first, 1)
+            return plan.take(samples, _flat(first), part)
+        outcome = plan.take(batches, first, 1)
         if outcome is None:
             return None
         share, own = outcome
@@ -190,7 +195,7 @@ class RankBatchSampler(BatchSampler):
         self._change = change
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # not there yet, so there is nobody to ask
+        if name == "batch_sampler":  # not set yet
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
@@ -218,7 +223,7 @@ class SkipOnce(Sampler[Any]):
         self.count = count
 
     def __getattr__(self, name: str) -> Any:
-        if name == "source":  # not there yet, so there is nobody to ask
+        if name == "source":  # not set yet
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -241,8 +246,8 @@ class ShardedDataset(Dataset[Any]):
     source: Any
     batched: bool
 
-    def __getitem__(self, dealt: tuple[RoundShare, Any]) -> tuple[RoundShare, list[Any]]:
-        share, index = dealt
+    def __getitem__(self, key: tuple[RoundShare, Any]) -> tuple[RoundShare, list[Any]]:
+        share, index = key
         if not self.batched:
             return share, [self.source[index]]
         # As torch does it, for datasets that are faster by the batch.
@@ -269,7 +274,7 @@ class ShardedIterable(IterableDataset[Any]):
         first: list[Any] = []
         while elements := list(islice(stream, plan.part * plan.world_size)):
             first = first or elements
-            if (outcome := plan.deal(elements, first, plan.part)) is not None:
+            if (outcome := plan.take(elements, first, plan.part)) is not None:
                 yield outcome
 
     def length(self) -> int:
@@ -285,8 +290,8 @@ class CollateShare:
     collate: Callable[[Any], Any]
     batched: bool
 
-    def __call__(self, dealt: tuple[RoundShare, list[Any]]) -> tuple[RoundShare, Any]:
-        share, elements = dealt
+    def __call__(self, item: tuple[RoundShare, list[Any]]) -> tuple[RoundShare, Any]:
+        share, elements = item
         return share, self.collate(elements if self.batched else elements[0])
 
 
@@ -354,19 +359,19 @@ class Lookahead:
         return self.at_end or (self.position % size == 0 and self._start + self.position < self._common)
 
     def _read(self) -> None:
-        dealt = next(self._rounds, None)
-        if dealt is None:
+        item = next(self._rounds, None)
+        if item is None:
             self._ended = True
             return
-        kind = dealt[0].kind
+        kind = item[0].kind
         self._seen += 1
         self._common += kind == "common"
         self._own += kind != "absent"
         if kind == "absent":
             if self._seen > self._start and self._spare is None and not self.position:
-                self._spare = dealt
+                self._spare = item
         elif self._own > self._start:
-            self._waiting.append(dealt)
+            self._waiting.append(item)
 
 
 def length_or_none(sized: Any) -> int | None:

@@ -30,8 +30,8 @@ from gradsync.base.errors import ConfigurationError
 
 __all__ = [
     "ALIGNMENT",
-    "NotPlainError",
     "Placed",
+    "UnsupportedTypeError",
     "describe",
     "end_of",
     "flatten",
@@ -41,6 +41,7 @@ __all__ = [
     "plain",
     "rebuild",
     "unpack",
+    "write",
 ]
 
 Stop = Callable[[Any], bool]
@@ -109,8 +110,8 @@ def _refilled(container: Any, children: Any) -> Any:
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-class NotPlainError(ConfigurationError, TypeError):
-    """A value that cannot be sent; the message says where it is and what it is. Accelerate raises a TypeError there."""
+class UnsupportedTypeError(ConfigurationError, TypeError):
+    """A value of a type that cannot be sent. Accelerate raises a TypeError there."""
 
 
 def pack(value: Any, name: str = "value") -> bytes:
@@ -118,10 +119,8 @@ def pack(value: Any, name: str = "value") -> bytes:
     tensors: Placed = []
     text = json.dumps(describe(value, tensors, name)).encode()
     payload = bytearray(end_of(tensors))
-    for offset, tensor in tensors:
-        if tensor.nbytes:
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            torch.frombuffer(payload, dtype=torch.uint8, count=tensor.nbytes, offset=offset).copy_(flat)
+    if payload:
+        write(tensors, torch.frombuffer(payload, dtype=torch.uint8))
     return len(text).to_bytes(8, "little") + text + bytes(payload)
 
 
@@ -131,6 +130,12 @@ def unpack(message: bytes) -> Any:
     # A copy that is aligned, and that may be written.
     payload = torch.frombuffer(bytearray(message[start:]) or bytearray(1), dtype=torch.uint8)
     return rebuild(json.loads(message[8:start]), payload)
+
+
+def write(tensors: Placed, payload: torch.Tensor) -> None:
+    """Put the bytes of the tensors, from any device, into their places."""
+    for offset, tensor in tensors:
+        payload[offset : offset + tensor.nbytes] = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def end_of(tensors: Placed) -> int:
@@ -156,7 +161,7 @@ def describe(value: Any, tensors: Placed, path: str) -> Any:
         return entries if isinstance(value, list) else {"tuple": entries}
     if isinstance(value, PLAIN):
         return value
-    raise NotPlainError(f"{path} is a {type(value).__module__}.{type(value).__qualname__}")
+    raise UnsupportedTypeError(f"{path} is a {type(value).__module__}.{type(value).__qualname__}")
 
 
 def rebuild(described: Any, payload: torch.Tensor) -> Any:

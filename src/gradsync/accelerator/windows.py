@@ -114,7 +114,7 @@ class LocalTraining:
             yield
 
     def averaged(self, tensors: Iterable[Any]) -> None:
-        """The mean of these tensors over all ranks is being taken; parameters are told by their memory."""
+        """The mean of these tensors over all ranks is being taken; parameters are recognized by their memory."""
         if not any(self._drifted.values()):
             return
         places = {tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor)}
@@ -139,11 +139,11 @@ class ModelWindows:
         self._ends: dict[int, bool] = {}
         # Micro-batches of the window that ends with the running one, where it is not one of num_steps.
         self._odd_length: int | None = None
-        self._told = False
+        self._warned = False
 
     @property
     def weighs(self) -> bool:
-        """Whether means are over what a window really had. In local SGD nobody but this rank would know."""
+        """Whether means are over what a window really had. In local SGD only this rank knows that."""
         return self.plugin.divide_by == "window" and not self.local.includes(each.synchronizer for each in self.running)
 
     def micro_batch(self, models: Sequence[Accumulation]) -> AbstractContextManager[None]:
@@ -208,11 +208,11 @@ class ModelWindows:
             self._odd_length = count
         return last
 
-    def tell_if_short(self) -> None:
+    def warn_if_short(self) -> None:
         """Before a backward without a weight: log, once, that Accelerate would divide this window by another number."""
-        if self._odd_length is None or self._told:
+        if self._odd_length is None or self._warned:
             return
-        self._told = True
+        self._warned = True
         LOGGER.warning(
             "a window ends after %d of %d micro-batches. Its gradient is their mean; Accelerate divides by %d whatever "
             "the window had. GradientAccumulationPlugin.like_accelerate(%d) does as Accelerate (said once)",

@@ -6,11 +6,11 @@ opened, and nothing has to be closed.
 [Note: runs that share a store] A launcher that restarts ranks after a failure may keep its store, with all keys in it:
 a rank that arrives first could take the stale address of a dead peer for the peer's current one. Nothing in the
 environment is equal on all ranks of one run and different in the next: each of several nodes counts its own restarts.
-So the ranks agree on a word that identifies the run, and prefix their keys with it. Each publishes a number of its
-own; rank 0 replies to exactly that number, and keeps looking: the first one it sees may be from an earlier run. ::
+So the ranks agree on a run id, and prefix their keys with it. Each publishes a number of its own; rank 0 replies to
+exactly that number, and keeps looking: the first one it sees may be from an earlier run. ::
 
-    rank 2   joins/2 = n          wait for offers/2/n        came/WORD/2
-    rank 0            look … offers/2/n = WORD         look … until all have come
+    rank 2   joins/2 = n          wait for offers/2/n      came/ID/2
+    rank 0            look … offers/2/n = ID         look … until all have come
 """
 
 import atexit
@@ -43,7 +43,6 @@ __all__ = [
     "ProcessControl",
     "World",
     "agree_on_backend",
-    "barrier",
     "connect",
     "finalize_at_exit",
     "run_id",
@@ -52,10 +51,8 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
-SETTLING_SECONDS = 0.1
-STORE_PREFIX = "gradsync/life"
+STORE_PREFIX = "gradsync/run"
 LOOK_SECONDS = 0.005
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class DistributedType(StrEnum):
@@ -116,7 +113,7 @@ class ProcessControl:
 
     def wait_for_everyone(self) -> None:
         """Return when all ranks have called this."""
-        barrier(self.communicator)
+        gather_bytes(self.communicator, b"")
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """The others enter the block when rank 0 has left it, by an exception too."""
@@ -162,8 +159,8 @@ class ProcessControl:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This rank's share of ``inputs``: a list, tuple or tensor, or a dict of such, all of the same length.
 
-        The first ranks have one more where it does not come out even; with ``apply_padding`` the others repeat the
-        last element of ``inputs`` to have as many. ``inputs`` itself is left alone.
+        The first ranks have one more if it cannot be divided evenly; with ``apply_padding`` the others repeat the last
+        element of ``inputs``. ``inputs`` itself is not changed.
         """
         yield inputs if self.num_processes == 1 else self._share(inputs, apply_padding)
 
@@ -177,27 +174,18 @@ class ProcessControl:
         each, extra = divmod(length, self.num_processes)
         start = self.process_index * each + min(self.process_index, extra)
         stop = start + each + (self.process_index < extra)
-        missing = each + (extra > 0) - (stop - start)
+        missing = apply_padding and each + (extra > 0) > stop - start
         if _is_dataset(inputs):
-            return inputs.select([*range(start, stop), *[length - 1] * (missing if apply_padding else 0)])
+            return inputs.select([*range(start, stop), *[length - 1] * missing])
         share = inputs[start:stop]
-        if not apply_padding or missing == 0:
+        if not missing:
             return share
-        if isinstance(inputs, torch.Tensor):
-            return torch.cat([share, *[inputs[-1:]] * missing])
-        return share + inputs[-1:] * missing
+        return torch.cat([share, inputs[-1:]]) if isinstance(inputs, torch.Tensor) else share + inputs[-1:]
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """The built-in, on the main process only."""
         if self.is_main_process:
             print(*args, **kwargs)
-
-
-def barrier(communicator: Communicator) -> None:
-    """Return when all ranks have called this."""
-    token = torch.zeros(1, device=communicator.device)
-    communicator.all_reduce(token).wait()
-    token.cpu()  # on CUDA wait() only orders the stream
 
 
 def _only_if(chosen: bool, function: Callable[P, R]) -> Callable[P, R | None]:
@@ -214,8 +202,7 @@ def _is_dataset(inputs: Any) -> bool:
 
 
 def _length(inputs: Any) -> int:
-    has_rows = isinstance(inputs, torch.Tensor) and inputs.ndim > 0
-    if has_rows or isinstance(inputs, list | tuple) or _is_dataset(inputs):
+    if isinstance(inputs, list | tuple) or _is_dataset(inputs) or (isinstance(inputs, torch.Tensor) and inputs.ndim):
         return len(inputs)
     raise ConfigurationError(
         "split_between_processes takes a list, a tuple, a tensor with at least one dimension, or a dict of such; got "
@@ -223,17 +210,15 @@ def _length(inputs: Any) -> int:
     )
 
 
-# Those that somebody holds, for what was pickled and comes back.
 _living: "weakref.WeakValueDictionary[tuple[Any, ...], World]" = weakref.WeakValueDictionary()
 
 
-def _found_again(key: tuple[Any, ...]) -> "World":
-    living = _living.get(key)
-    return connect(read_environment(), cpu=key[1].type == "cpu") if living is None else living
+def _living_or_connected(key: tuple[Any, ...]) -> "World":
+    return _living.get(key) or connect(read_environment(), cpu=key[1].type == "cpu")
 
 
 class World(ProcessControl):
-    """The connected ranks. ``given``: through a communicator of the caller's, which an engine then uses as it is.
+    """The connected ranks. ``given``: by a communicator of the caller's, which an engine then uses as it is.
 
     ``elastic``: the ranks may change, so a rank that is alone now needs everything that several ranks need.
     """
@@ -261,17 +246,15 @@ class World(ProcessControl):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In the same process the same world; elsewhere the one that is found there."""
-        return (_found_again, (self._key,))
+        return (_living_or_connected, (self._key,))
 
     def __repr__(self) -> str:
         return f"World(rank {self.process_index} of {self.num_processes}, {self.device}, {self.distributed_type})"
 
     @property
     def distributed_type(self) -> str:
-        """A :class:`~gradsync.accelerator.world.DistributedType`, or what a script has set.
-
-        Scripts may pretend to be another kind of training, as under Accelerate. Gradients are averaged all the same.
-        """
+        """A :class:`~gradsync.accelerator.world.DistributedType`, or what a script has set: as under Accelerate it may
+        pretend to be another kind of training. Gradients are averaged all the same."""
         return super().distributed_type if self._pretended_type is None else self._pretended_type
 
     @distributed_type.setter
@@ -285,7 +268,7 @@ class World(ProcessControl):
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """Which ranks an engine synchronizes. Unless a communicator was given, it may find a faster wire to them."""
+        """Which ranks an engine synchronizes. Unless a communicator was given, it may choose a faster transport."""
         if isinstance(self.communicator, ProcessGroupCommunicator) and not self._given:
             return {"process_group": self.communicator.group}
         return {"communicator": self.communicator}
@@ -297,7 +280,7 @@ class World(ProcessControl):
         self._owns_group = False
 
     def close(self) -> None:
-        """Destroy the process group if :func:`connect` made it. May be called again."""
+        """Destroy the process group if :func:`connect` created it. May be called again."""
         if self._owns_group:
             self.destroy_process_group()
 
@@ -314,14 +297,14 @@ def connect(
 ) -> "World":
     """Connect to the other ranks. Collective.
 
-    The ranks are those of ``communicator``, else of :func:`gradsync.testing.run_ranks` if this is one of its threads,
-    else of the default process group if there is one, else those of ``environment``. Only in the last case a process
-    group is made, and only that one does :meth:`World.close` destroy.
+    The ranks are those of ``communicator``, else of :func:`gradsync.testing.run_ranks` in one of its threads, else of
+    the default process group, else of ``environment``. Only the last creates a process group, which
+    :meth:`World.close` destroys.
     """
     try:
         existing = choose_communicator(communicator)
     except NoProcessGroupError:
-        return _connect_anew(environment, cpu, timeout)
+        return _connect_launched(environment, cpu, timeout)
     if (existing.rank, existing.world_size) != (environment.rank, environment.world_size):
         # Spawned, or threads: no launcher said who shares a machine.
         environment = _located(existing, environment)
@@ -329,7 +312,7 @@ def connect(
 
 
 def unmet(environment: ProcessEnvironment, *, cpu: bool = False) -> "World":
-    """A rank that has not connected yet: a world of one that will have more ranks, and perhaps different ones later."""
+    """A rank that has not connected yet: a world of one that will have other ranks later."""
     if dist.is_available() and dist.is_initialized():
         raise ConfigurationError(
             "there is a process group already, whose ranks cannot change. Elastic ranks make a new one whenever they "
@@ -340,13 +323,13 @@ def unmet(environment: ProcessEnvironment, *, cpu: bool = False) -> "World":
     )
 
 
-# All ranks connect equally often, so the number keeps the messages of one connection from the next one's. The meeting
-# place stays open: were rank 0 to close it, a faster rank might be there already for the next meeting.
+# All ranks connect equally often, so the number separates the messages of one connection from the next one's. The
+# store stays open: were rank 0 to close it, a faster rank might be using it already for the next connection.
 _connections = itertools.count()
-_meeting_places: dict[str, Any] = {}
+_stores: dict[str, Any] = {}
 
 
-def _connect_anew(environment: ProcessEnvironment, cpu: bool, timeout: timedelta | None) -> "World":
+def _connect_launched(environment: ProcessEnvironment, cpu: bool, timeout: timedelta | None) -> "World":
     device = _choose_device(environment, cpu)
     if environment.world_size == 1:
         return World(InProcessWorld(1).communicator(0), device, environment)
@@ -356,10 +339,15 @@ def _connect_anew(environment: ProcessEnvironment, cpu: bool, timeout: timedelta
     number = next(_connections)
     limits: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
-        if address not in _meeting_places:
-            meeting: Any = dist.rendezvous(address, rank, world_size, **limits)  # type: ignore[attr-defined]
-            _meeting_places[address] = _apart(next(meeting)[0], environment, timeout)
-        store: Any = dist.PrefixStore(f"gradsync/{number}", _meeting_places[address])  # type: ignore[attr-defined]
+        if address not in _stores:
+            rendezvous: Any = dist.rendezvous(address, rank, world_size, **limits)  # type: ignore[attr-defined]
+            store: Any = next(rendezvous)[0]
+            if environment.launcher == "torchrun" and dist.is_torchelastic_launched():
+                # torchrun keeps its store over restarts.
+                run = run_id(store, rank, world_size, timeout)
+                store = dist.PrefixStore(f"{STORE_PREFIX}/{run}", store)  # type: ignore[attr-defined]
+            _stores[address] = store
+        store = dist.PrefixStore(f"gradsync/{number}", _stores[address])  # type: ignore[attr-defined]
         backend = agree_on_backend(store, environment, device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **limits)
     except Exception as error:
@@ -372,21 +360,14 @@ def _connect_anew(environment: ProcessEnvironment, cpu: bool, timeout: timedelta
     return World(choose_communicator(), device, environment, owns_group=True)
 
 
-def _apart(store: Any, environment: ProcessEnvironment, timeout: timedelta | None) -> Any:
-    """``store`` without what an earlier life of the ranks may have left there: torchrun keeps its own over restarts."""
-    if environment.launcher != "torchrun" or not dist.is_torchelastic_launched():
-        return store
-    run = run_id(store, environment.rank, environment.world_size, timeout)
-    return dist.PrefixStore(f"{STORE_PREFIX}/{run}", store)  # type: ignore[attr-defined]
-
-
 def run_id(store: Any, rank: int, world_size: int, timeout: timedelta | None = None) -> str:
-    """An id that is equal on all ranks started together, and on no others. Collective, over ``store`` alone."""
-    limit = DEFAULT_TIMEOUT if timeout is None else timeout
-    return _offer(store, world_size, limit) if rank == 0 else _ask(store, rank, limit)
+    """An id that is equal on all ranks started together, and on no others. Collective, over ``store`` alone.
 
-
-def _ask(store: Any, rank: int, limit: timedelta) -> str:
+    See [Note: runs that share a store].
+    """
+    limit = timeout or timedelta(minutes=30)
+    if rank == 0:
+        return _offer_run_id(store, world_size, limit)
     number = uuid.uuid4().hex
     store.set(f"{STORE_PREFIX}/joins/{rank}", number)
     answer = f"{STORE_PREFIX}/offers/{rank}/{number}"
@@ -396,7 +377,7 @@ def _ask(store: Any, rank: int, limit: timedelta) -> str:
     return run
 
 
-def _offer(store: Any, world_size: int, limit: timedelta) -> str:
+def _offer_run_id(store: Any, world_size: int, limit: timedelta) -> str:
     run, deadline = uuid.uuid4().hex, time.monotonic() + limit.total_seconds()
     missing, answered = set(range(1, world_size)), dict[int, bytes]()
     while True:
@@ -417,12 +398,12 @@ def _offer(store: Any, world_size: int, limit: timedelta) -> str:
 
 @functools.cache
 def finalize_at_exit() -> None:
-    """Let Gloo's threads let go of tensors before the interpreter ends.
+    """Let Gloo's threads release tensors before the interpreter ends.
 
     They do so a little after a collective, later on busy cores, and need the interpreter for it: a thread that finds it
     gone ends the process with "terminate called without an active exception", whatever the program's exit code was.
     """
-    atexit.register(time.sleep, SETTLING_SECONDS)
+    atexit.register(time.sleep, 0.1)
 
 
 def _choose_device(environment: ProcessEnvironment, cpu: bool) -> torch.device:
@@ -456,7 +437,7 @@ def agree_on_backend(store: Any, environment: ProcessEnvironment, device: torch.
 
 
 def _located(communicator: Communicator, environment: ProcessEnvironment) -> ProcessEnvironment:
-    """``environment`` with the places that ``communicator`` has, and the hosts' names to tell which are local."""
+    """``environment`` with the ranks of ``communicator``, and local ranks by the names of their hosts."""
     hosts = gather_bytes(communicator, socket.gethostname().encode())
     rank, host = communicator.rank, hosts[communicator.rank]
     return replace(

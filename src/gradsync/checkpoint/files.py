@@ -27,7 +27,6 @@ from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.base.files import whole_file
 
 __all__ = [
-    "CHUNK",
     "DTYPE_NAMES",
     "RESERVED_NAME",
     "CorruptFileError",

@@ -8,19 +8,34 @@
                        shared.safetensors
                        rank-00000.json        rank 0's own state
                        rank-00000.safetensors
+         .writing-step-00000110-5f0c…         a checkpoint that is being written, or whose writer was killed
+         .replaced-step-00000100-91ab…        the previous one of a step that is saved again
+         .removed-step-00000080-c3d7…         one that is being removed
 
 A save is a sequence of steps that all ranks take :func:`together`, so that a failure on one rank is a failure on all,
-and earlier checkpoints stay untouched until the new one is complete.
+and earlier checkpoints stay untouched until the new one is complete. It appears and vanishes as a whole, by a rename.
+The next save deletes hidden folders, except a replaced one without a successor: its writer was killed between two
+renames, and it is still the checkpoint of its step.
+
+The manifest is written last. ``manifest.sha256`` guards it, and is compared byte by byte; ``sha256sum -c`` reads it
+too. So no byte in the folder can change unnoticed.
 """
 
 import contextlib
+import dataclasses
+import hashlib
+import json
 import os
+import re
+import secrets
 import shutil
 import time
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,25 +46,13 @@ from gradsync.checkpoint.files import (
     dump_json,
     fsync_directory,
     parse_json,
+    read_file,
     read_tensors,
     read_verified,
     require_safetensors,
     verify_file,
     write_file,
     write_tensors,
-)
-from gradsync.checkpoint.manifest import (
-    SHARED_STEM,
-    Manifest,
-    create_hidden,
-    file_names,
-    find_checkpoints,
-    publish,
-    rank_stem,
-    read_manifest,
-    remove_old,
-    step_name,
-    write_manifest,
 )
 from gradsync.checkpoint.tree import decode, encode
 from gradsync.communicator import Communicator
@@ -59,6 +62,14 @@ __all__ = ["CheckpointFolder", "Loaded"]
 
 # How long a folder that rank 0 has made may take to appear elsewhere: network file systems remember what was absent.
 VISIBLE_WITHIN = 20.0
+
+CHECKPOINT = re.compile(r"step-(\d{8,})")
+HIDDEN = re.compile(r"\.(writing|replaced|removed)-step-(\d{8,})-[0-9a-f]{16}")
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+GUARD = "manifest.sha256"
+SHARED_STEM = "shared"
 
 Encoded = dict[str, tuple[Any, dict[str, torch.Tensor]]]
 
@@ -74,6 +85,16 @@ class Loaded:
     own: Any  # what this rank has saved; None if the writer had fewer ranks
     path: Path
     notes: list[str]  # why it is not the newest, in plain words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The description that a checkpoint holds of itself."""
+
+    step: int
+    world_size: int
+    facts: dict[str, Any]
+    files: dict[str, FileRecord]
 
 
 class CheckpointFolder:
@@ -98,11 +119,6 @@ class CheckpointFolder:
         """The steps of the checkpoints that are there, ascending; not verified. On this rank alone."""
         return list(find_checkpoints(self.root))
 
-    @property
-    def latest(self) -> int | None:
-        """The highest of :meth:`steps`, or None."""
-        return max(self.steps(), default=None)
-
     # -- save ---------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, *, shared: Any, own: Any, facts: dict[str, Any]) -> Path:
@@ -115,9 +131,7 @@ class CheckpointFolder:
         encoded, steps = together(communicator, what, lambda: self._prepare(step, shared, own, facts))
         if len(set(steps)) > 1:
             raise MismatchError(f"all ranks must save the same step, but ranks 0, 1, … save {steps}")
-        _, names = together(
-            communicator, what, lambda: (None, create_hidden(self.root, step).name if communicator.rank == 0 else "")
-        )
+        _, names = together(communicator, what, lambda: (None, self._create_hidden(step)))
         folder = self.root / names[0]
 
         def undo() -> None:
@@ -147,6 +161,15 @@ class CheckpointFolder:
             if not isinstance(facts, dict):
                 raise ConfigurationError(f"facts must be a dict, got {type(facts).__name__}")
         return encoded, step
+
+    def _create_hidden(self, step: int) -> str:
+        """The name of a new folder that rank 0 has made. Leftovers of others are deleted."""
+        if self._communicator.rank > 0:
+            return ""
+        sweep(self.root)
+        folder = _hidden(self.root, "writing", step)
+        folder.mkdir(parents=True)
+        return folder.name
 
     def _write(self, folder: Path, encoded: Encoded) -> dict[str, FileRecord] | None:
         """Size and hash of what this rank has written; None if it does not see the folder that rank 0 has made.
@@ -202,16 +225,16 @@ class CheckpointFolder:
             return None
         every = "; ".join(f"{name} ({why})" for name, why in reversed(damaged.items()))
         which = "the checkpoint is" if step is not None else "there is no good checkpoint, all are"
-        raise CorruptFileError(self.root, f"{which} damaged: {every}. Restore one from a copy, or begin anew")
+        raise CorruptFileError(self.root, f"{which} damaged: {every}. Restore one from a copy, or start over")
 
     def _candidates(self, step: int | None) -> dict[int, Path]:
         """The checkpoints to try, by step, ascending: those that rank 0 sees."""
-        _, told = together(
+        _, answers = together(
             self._communicator,
             f"look for checkpoints in {self.root}",
             lambda: (None, [repr(step), [[number, path.name] for number, path in find_checkpoints(self.root).items()]]),
         )
-        wanted, listings = zip(*told, strict=True)
+        wanted, listings = zip(*answers, strict=True)
         if any(wish != wanted[0] for wish in wanted):
             raise MismatchError(f"all ranks must load the same step, but ranks 0, 1, … load {', '.join(wanted)}")
         blind = [rank for rank, listing in enumerate(listings) if not listing]
@@ -269,3 +292,129 @@ def _not_shared(root: Path, what: str) -> ConfigurationError:
         f"the checkpoint folder {root.absolute()} must be on a shared disk, but {what}. Pass a path on a disk that all "
         "ranks see, such as a network file system"
     )
+
+
+# -- names and renames ------------------------------------------------------------------------------------------------
+
+
+def step_name(step: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+def find_checkpoints(root: Path) -> dict[int, Path]:
+    """The checkpoints in ``root`` by step, ascending. Whether they are good is not looked at."""
+    found = {
+        int(match[1]): path for path, match in _matching(root, CHECKPOINT) if path.name == step_name(int(match[1]))
+    }
+    for path, match in _matching(root, HIDDEN):
+        if match[1] == "replaced":
+            found.setdefault(int(match[2]), path)
+    return dict(sorted(found.items()))
+
+
+def publish(folder: Path, step: int) -> None:
+    """Give a hidden folder, complete and synced, its final name."""
+    root, final = folder.parent, folder.parent / step_name(step)
+    if final.exists():
+        os.rename(final, _hidden(root, "replaced", step))
+    try:
+        os.rename(folder, final)
+    except OSError:
+        sweep(root)
+        raise
+    fsync_directory(root)
+
+
+def remove_old(root: Path, *, keep: int, newest: int) -> None:
+    """Remove all checkpoints but that of step ``newest``, which was just written, and the ``keep - 1`` highest others.
+
+    Also the one that it has replaced.
+    """
+    others = [(step, path) for step, path in find_checkpoints(root).items() if step != newest]
+    for step, path in others[: max(0, len(others) - keep + 1)]:
+        with _warning_of(path):
+            # A folder that is half removed must not look like a checkpoint.
+            os.rename(path, _hidden(root, "removed", step))
+    sweep(root)
+
+
+def sweep(root: Path) -> None:
+    """Delete what killed writers have left, and restore what they were about to replace."""
+    for path, match in _matching(root, HIDDEN):
+        final = root / step_name(int(match[2]))
+        with _warning_of(path):
+            if match[1] == "replaced" and not final.exists():
+                os.rename(path, final)
+            else:
+                shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def _warning_of(path: Path) -> Iterator[None]:
+    """What cannot be tidied up costs space, not the checkpoint that is being saved."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{path}, which is no longer needed, could not be removed: {error}", stacklevel=4)
+
+
+def _hidden(root: Path, purpose: Literal["writing", "replaced", "removed"], step: int) -> Path:
+    return root / f".{purpose}-{step_name(step)}-{secrets.token_hex(8)}"
+
+
+def _matching(root: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+    names = sorted(os.listdir(root)) if root.exists() else []
+    matches = [(root / name, pattern.fullmatch(name)) for name in names]
+    return [(path, match) for path, match in matches if match and path.is_dir() and not path.is_symlink()]
+
+
+# -- the manifest -----------------------------------------------------------------------------------------------------
+
+
+def rank_stem(rank: int) -> str:
+    """What the names of a rank's own files begin with."""
+    return f"rank-{rank:05d}"
+
+
+def file_names(stem: str) -> tuple[str, str]:
+    """The two files of a tree: its structure and its tensors."""
+    return f"{stem}.json", f"{stem}.safetensors"
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest and its guard."""
+    content = {"format": FORMAT, **dataclasses.asdict(manifest)}
+    data = json.dumps(content, allow_nan=False, indent=1).encode() + b"\n"
+    record = write_file(folder / MANIFEST, [data])
+    write_file(folder / GUARD, [_guard(record["sha256"])])
+
+
+def read_manifest(folder: Path, step: int) -> tuple[Manifest, str]:
+    """The manifest of the checkpoint of ``step``, and its hash. Verified, as opposed to the files it lists."""
+    path = folder / MANIFEST
+    data = read_file(path)
+    digest = hashlib.sha256(data).hexdigest()
+    if read_file(folder / GUARD) != _guard(digest):
+        raise CorruptFileError(path, f"hash differs from the one in {GUARD}")
+    content = parse_json(path, data)
+    found = content.pop("format", None) if isinstance(content, dict) else None
+    if found != FORMAT:
+        raise ConfigurationError(
+            f"{folder} has checkpoint format {found!r}, and this gradsync reads format {FORMAT}. Update gradsync, or "
+            "load an older checkpoint by its step"
+        )
+    try:
+        manifest = Manifest(**content)
+    except TypeError as error:
+        raise CorruptFileError(path, f"not a manifest ({error})") from error
+    if manifest.step != step:
+        raise CorruptFileError(path, f"is that of step {manifest.step}; was the folder renamed?")
+    stems = [SHARED_STEM, *map(rank_stem, range(manifest.world_size))]
+    if set(manifest.files) != {name for stem in stems for name in file_names(stem)}:
+        raise CorruptFileError(path, f"does not list the files of {manifest.world_size} ranks")
+    return manifest, digest
+
+
+def _guard(digest: str) -> bytes:
+    return f"{digest}  {MANIFEST}\n".encode()

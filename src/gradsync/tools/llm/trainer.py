@@ -17,7 +17,7 @@ from torch import nn
 
 from gradsync.accelerator import Accelerator, DistributedDataParallelKwargs, GradientAccumulationPlugin
 from gradsync.accelerator.operations import gather_object
-from gradsync.accelerator.prepared_state import restore_prepared, save_prepared
+from gradsync.accelerator.saving import restore_prepared, save_prepared
 from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, Loaded
 from gradsync.communicator import Communicator
