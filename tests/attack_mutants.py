@@ -115,7 +115,7 @@ def _interrupts_kept() -> Patches:
     yield from _on_the_main_thread()
     yield mock.patch.object(Task, "wait", wait)
     for module in (gather, overlapped):
-        yield mock.patch.object(module, "told_later", lambda error: error)
+        yield mock.patch.object(module, "error_for_later", lambda error: error)
 
 
 def _flush_without_a_turn() -> Patches:

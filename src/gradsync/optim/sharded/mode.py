@@ -15,9 +15,8 @@ agreed on. The optimizer's state moves at every change: whole on every rank wher
 import logging
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.sizes import TUNED_AFTER
@@ -25,7 +24,7 @@ from gradsync.core.reduction import Reduction, ScatteredMean
 from gradsync.core.reduction.auto import Changing, in_ms
 from gradsync.core.reduction.measurement import TRIAL, StepWatch
 
-__all__ = ["DECIDED_AFTER", "ChosenMode", "Mode", "check_mode"]
+__all__ = ["DECIDED_AFTER", "ChosenMode", "Mode"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -38,11 +37,6 @@ TRIALS = (TRIAL + 2, 2 * (TRIAL + 2), 3 * (TRIAL + 2))
 DECIDED_AFTER = SETTLED_AFTER + TRIALS[-1]
 # The minimum gain of the next-forward mode.
 WORTH_KEEPING = 0.01
-
-
-def check_mode(mode: str) -> None:
-    if mode not in get_args(Mode):
-        raise ConfigurationError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
 
 
 class ChosenMode(Changing):
