@@ -388,7 +388,7 @@ def test_a_wrapped_model_whose_local_steps_were_given_up_refuses_to_go_on() -> N
         if choose_communicator().rank == 0:
             # One rank alone: nobody waits for the others.
             local.close()
-            with pytest.raises(MisuseError, match=r"closed before finish\(\).*Wrap the module anew"):
+            with pytest.raises(MisuseError, match=r"closed before finish\(\).*Wrap the module again"):
                 take_step(model, optimizer, 0, 1)
         return local.synchronizations
 

@@ -33,7 +33,7 @@ from gradsync.communicator import Communicator, choose_communicator
 from gradsync.errors import GradsyncError, MisuseError
 from gradsync.optim.sharded.gather import AwaitedParameter, Gather, Gathers
 from gradsync.optim.sharded.update_thread import UpdateThread
-from tests.optim.test_sharded import assert_same, batch, filled, parameters_of
+from tests.optim.training import assert_same, batch, filled, parameters_of, take_steps, train_step
 from tests.ranks import Ranks
 from tests.scripts import run_scripts
 from tests.wires import fresh_wire
@@ -78,9 +78,7 @@ def train(kind: str, steps: int) -> list[list[torch.Tensor]]:
     rank, model = choose_communicator().rank, wrapped()
     optimizer, states = optimizer_of(kind, model), [parameters_of(model)]
     for step in range(steps):
-        model(batch(rank, step, width=9)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(rank, step, width=9))
         states.append(parameters_of(model))
     return states
 
@@ -114,10 +112,7 @@ def train_beside_readers(kind: str, steps: int) -> list[torch.Tensor]:
     for reader in readers:
         reader.start()
     try:
-        for step in range(steps):
-            model(batch(rank, step, width=9)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, optimizer, range(steps), width=9)
         parameters = parameters_of(model)
     finally:
         is_over.set()
@@ -191,9 +186,7 @@ def flush_from_all_sides(kind: str) -> list[torch.Tensor]:
             errors.append(error)
 
     for step in range(30):
-        model(batch(rank, step, width=9)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(rank, step, width=9))
         threads = [threading.Thread(target=flush) for _ in range(3)]
         for thread in threads:
             thread.start()
@@ -379,9 +372,7 @@ def train_and_interrupt(kind: str, steps: int) -> tuple[list[torch.Tensor], int]
         raise KeyboardInterrupt
 
     for step in range(steps):
-        model(batch(rank, step, width=9)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(rank, step, width=9))
         # The first steps tell how many moments there are.
         moment = 1 + most * (step - 3) // steps if rank == 0 and step > 2 else 0
         try:
@@ -584,9 +575,7 @@ def train_two_models() -> list[list[torch.Tensor]]:
     optimizers = [optimizer_of(kind, model) for kind, model in zip(KINDS, models, strict=True)]
     for step in range(5):
         for model, optimizer in zip(models, optimizers, strict=True):
-            model(batch(rank, step, width=9)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, batch(rank, step, width=9))
         torch._foreach_norm([parameter for model in models for parameter in model.parameters()])
     return [parameters_of(model) for model in models]
 
@@ -606,9 +595,7 @@ def train_and_forget(kind: str, mode: Any) -> list[bool]:
         plain = torch.optim.SGD(model.parameters(), lr=0.05)
         made: Any = ShardedOptimizer.of(plain, model, mode) if kind == "sharded" else None
         optimizer = made or OverlappedOptimizer(model, plain, mode=mode)
-        model(batch(rank, 0, width=9)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(rank, 0, width=9))
         optimizer.flush()
         return [weakref.ref(each) for each in (model.synchronizer.engine, optimizer, next(model.parameters()))]
 
@@ -646,9 +633,7 @@ def leave_memory() -> list[list[bool]]:
     memory = [StorageWeakRef(parameter.untyped_storage()) for parameter in layers.layers.parameters()]
     found = []
     for step in range(3):
-        model(batch(choose_communicator().rank, step, width=9)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(choose_communicator().rank, step, width=9))
         optimizer.flush()
         found.append([not reference.expired() for reference in memory])
     return found

@@ -6,28 +6,21 @@ back. Gradients are accumulated in the parameters' precision, which torch's impl
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from gradsync.core.engine.backward_watch import tensors_in
 
-__all__ = ["LowPrecision", "MixedPrecisionConfig"]
-
-
-class MixedPrecisionConfig(Protocol):
-    """The fields of ``torch.nn.parallel.distributed._MixedPrecision``."""
-
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    buffer_dtype: torch.dtype | None
+__all__ = ["LowPrecision"]
 
 
 class LowPrecision:
     """Swaps the values of parameters for low-precision copies and back."""
 
-    def __init__(self, config: MixedPrecisionConfig, module: nn.Module, ignored: set[str]) -> None:
+    def __init__(self, config: _MixedPrecision, module: nn.Module, ignored: set[str]) -> None:
         self.dtype = config.param_dtype
         self._parameters = [
             parameter

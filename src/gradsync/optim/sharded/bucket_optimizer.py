@@ -217,7 +217,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         if self._synchronizer.is_detached:
             raise MisuseError(
                 "the engine that this optimizer shares out was detached from the model, or the model was given another "
-                "process group. Make the optimizer anew, and load the state of this one"
+                "process group. Make a new optimizer, and load the state of this one"
             )
         if self._synchronizer.steps_locally and self._scatters:
             raise MisuseError(
@@ -265,7 +265,7 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise MisuseError("this optimizer was closed: its model's gradients are another's. Make an optimizer anew")
+            raise MisuseError("this optimizer was closed: its model's gradients are another's. Make a new optimizer")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add further parameters of the model. All ranks must do the same."""

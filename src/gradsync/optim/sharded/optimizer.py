@@ -192,7 +192,7 @@ class ShardedOptimizer(BucketOptimizer):
             with self._aborting_on_error():
                 segments.update(options, [segment for segment in changing if segment.share in shares])
             for share in shares:
-                share.put_down()
+                share.fill_sent()
                 # Not through the reduce-scatter communicator: Gloo's own gather uses less of a core.
                 handle = self._start_gather(share.bucket, share.gathered, share.sent)
                 gathers[share].started(partial(self._arrive, share, handle))

@@ -169,7 +169,7 @@ class Share:
             for part, (held, current) in zip(self.parts, pairs, strict=True)
         ]
 
-    def put_down(self) -> None:
+    def fill_sent(self) -> None:
         """Copy the new share to where it is ``sent`` from. If that is the bucket, this overwrites its gradients."""
         if self.sent is not self.flat:
             self.sent.copy_(self.flat)
