@@ -43,19 +43,17 @@ class Branches(nn.Module):
         return x
 
 
-def wrapped(wire: str = "auto") -> DistributedDataParallel:
-    given = choose_communicator() if wire == "group" else None
-    module = filled(Branches().double())
-    return DistributedDataParallel(module, bucket_cap_mb=TINY, communicator=given, find_unused_parameters=True)
+def wrapped() -> DistributedDataParallel:
+    return DistributedDataParallel(filled(Branches().double()), bucket_cap_mb=TINY, find_unused_parameters=True)
 
 
 Disturb = Callable[[DistributedDataParallel, Any, int, int], None]
 
 
-def train(kind: str, disturb: Disturb, wire: str = "auto") -> list[torch.Tensor]:
+def train(kind: str, disturb: Disturb) -> list[torch.Tensor]:
     """Parameters after some steps, of which every second is disturbed."""
     rank = choose_communicator().rank
-    model = wrapped(wire)
+    model = wrapped()
     optimizer = make(kind, torch.optim.AdamW, model, groups_of(model), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
     for step in range(12):

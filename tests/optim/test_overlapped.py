@@ -539,7 +539,7 @@ def test_auto_takes_what_is_faster_and_stays_exact(
     assert tried[: end - first] == list(range(first, end))
     assert ours[0]["scattered"][-1] is (chosen == "next-forward")
     assert {mine["chosen"] for mine in ours} == {chosen}
-    assert ("behind the next forward from now on: 1000.0 ms" in ours[0]["report"]) is (chosen == "next-forward")
+    assert ("overlaps the next forward from now on: 1000.0 ms" in ours[0]["report"]) is (chosen == "next-forward")
     assert ("steps wait for the whole mean from now on: 1000.0 ms" in ours[0]["report"]) is (chosen == "plain")
 
 
@@ -555,7 +555,7 @@ def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gradsync"):
         ThreadRanks(2).run(choose, "sharded", Clock(2.0, 1.0), DECIDED_AFTER + 2)
     assert [record.getMessage() for record in caplog.records] == [
-        "mode auto: the wire works behind the next forward from now on: 1000.0 ms a step, as against 2000.0 ms"
+        "mode auto: communication overlaps the next forward from now on: 1000.0 ms per step instead of 2000.0 ms"
     ]
 
 

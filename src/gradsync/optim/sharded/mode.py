@@ -92,10 +92,10 @@ class ChosenMode(Changing):
         behind, plain = statistics.mean(self._times[True]), statistics.mean(self._times[False])
         gains = behind <= plain * (1 - WORTH_KEEPING)
         self.chosen = "next-forward" if gains else "plain"
-        words, mine, other = "the wire works behind the next forward", behind, plain
+        words, mine, other = "communication overlaps the next forward", behind, plain
         if not gains:
             words, mine, other = "steps wait for the whole mean", plain, behind
-        self.report = f"{words} from now on: {in_ms(mine)} a step, as against {in_ms(other)}"
+        self.report = f"{words} from now on: {in_ms(mine)} per step instead of {in_ms(other)}"
         if communicator.rank == 0:
             # Nothing is wrong. But a user who left the choice to us wants to be told, without setting up logging.
             LOGGER.warning("mode auto: %s", self.report)
