@@ -143,9 +143,7 @@ class DistributedDataParallel(ForwardSync, Accumulation, TorchNames, nn.Module, 
         self.forward_sync_buffers = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated: reductions are always checked", FutureWarning, stacklevel=2)
-        self._low_precision = (
-            LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision is not None else None
-        )
+        self._low_precision = LowPrecision.of(mixed_precision, module, self.parameters_to_ignore)
         sync_buffers = forward_sync_buffers is not None or self.forward_sync_buffers
         self._connect_to(transport, chosen.group, init_sync=init_sync, sync_buffers=sync_buffers)
         self.replica.watch(self)
@@ -270,11 +268,7 @@ class DistributedDataParallel(ForwardSync, Accumulation, TorchNames, nn.Module, 
         enabled = state.pop("_synchronizes")
         super().__setstate__(state)
         self.replica = Replica(self.module, ignored=self.parameters_to_ignore, delayed=self._delayed)
-        self._low_precision = (
-            LowPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
-            if self.mixed_precision is not None
-            else None
-        )
+        self._low_precision = LowPrecision.of(self.mixed_precision, self.module, self.parameters_to_ignore)
         communicator = choose_communicator()
         self._connect_to(Choice.given(communicator), communicator.group)
         self.replica.watch(self)

@@ -6,7 +6,7 @@ back. Gradients are accumulated in the parameters' precision, which torch's impl
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -32,6 +32,11 @@ class LowPrecision:
             for name, buffer in module.named_buffers():
                 if name not in ignored and buffer.is_floating_point():
                     buffer.data = buffer.to(config.buffer_dtype)
+
+    @classmethod
+    def of(cls, config: _MixedPrecision | None, module: nn.Module, ignored: set[str]) -> Self | None:
+        """None where nothing was asked for."""
+        return None if config is None else cls(config, module, ignored)
 
     @torch.no_grad()
     def enter(self) -> None:

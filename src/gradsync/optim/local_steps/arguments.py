@@ -20,6 +20,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator
 from gradsync.core.engine.synchronizer import synchronizer_of
 from gradsync.core.reduction import Auto, Mean, Reduction, reduction_by_name
+from gradsync.optim.sharded.states import check_groups
 from gradsync.parallel.data_parallel import DistributedDataParallel
 from gradsync.parallel.replica import Replica
 from gradsync.parallel.torch_names import TorchDDP
@@ -114,13 +115,7 @@ def described(
         ("delay", settings.delay),
         ("reduction", repr(reduction)),
         ("outer", "parameters are averaged" if outer is None else _in_words(outer)),
-        *(
-            (
-                f"parameter {number} ({spec.name})",
-                {"shape": list(spec.shape), "dtype": str(spec.dtype), "requires_grad": parameter.requires_grad},
-            )
-            for number, (spec, parameter) in enumerate(zip(replica.specs, replica.parameters, strict=True))
-        ),
+        *replica.described_parameters,
         *(
             (f"buffer {name}", {"shape": list(buffer.shape), "dtype": str(buffer.dtype)})
             for name, buffer in replica.named_buffers.items()
@@ -232,7 +227,7 @@ def check_state(
         )
     if outer is not None:
         _check_anchors(state["anchors"], anchors)
-        _check_groups(state["outer"], outer)
+        check_groups(state["outer"]["param_groups"], outer.param_groups)
 
 
 def _check_anchors(saved: Mapping[str, torch.Tensor], anchors: Mapping[str, torch.Tensor]) -> None:
@@ -249,12 +244,3 @@ def _check_anchors(saved: Mapping[str, torch.Tensor], anchors: Mapping[str, torc
                 f"the state belongs to another model: {name!r} has shape {tuple(saved[name].shape)} in it and "
                 f"{tuple(anchor.shape)} here. Load it with the model that it was saved with"
             )
-
-
-def _check_groups(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    theirs = [len(group["params"]) for group in saved["param_groups"]]
-    ours = [len(group["params"]) for group in optimizer.param_groups]
-    if theirs != ours:
-        raise ConfigurationError(
-            f"the saved outer optimizer has groups of {theirs} parameters, and this one of {ours}. Make it as it was"
-        )

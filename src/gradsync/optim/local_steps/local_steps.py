@@ -14,7 +14,7 @@ parameters are unchanged, the ranks are out of step, and this object refuses to 
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -235,7 +235,7 @@ class LocalSteps:
 
     def _run_round(self, intent: Intent) -> Agreed:
         """Run one round, including what others ask for; see :mod:`gradsync.optim.local_steps.progress`. Collective."""
-        try:
+        with self._noting_failure():
             self._merge()
             misfit = None if intent is Intent.FAILED else self._misfit()
             if misfit is not None:
@@ -246,6 +246,12 @@ class LocalSteps:
             agreed = negotiate(self._communicator, self._rounds, self._next, intent, self._drift)
             self._send(agreed, delay=self.settings.delay if intent is Intent.FRAGMENT else 0)
             return agreed
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """After an error inside, ranks are out of step, and this object refuses to go on."""
+        try:
+            yield
         except BaseException as failure:
             self._failure = f"{type(failure).__name__}: {failure}"
             raise
@@ -290,7 +296,7 @@ class LocalSteps:
         running, self._running = self._running, None
         if running is None:
             return
-        try:
+        with self._noting_failure():
             self._exchange.wait()
             self._buffers.wait()
             means = self._exchange.results(running.fragments)
@@ -301,9 +307,6 @@ class LocalSteps:
             for index in means:
                 merge_into(self._parameters[index], values[index], running.sent.get(index))
             self._buffers.finish()
-        except BaseException as failure:
-            self._failure = f"{type(failure).__name__}: {failure}"
-            raise
 
     def _require_usable(self) -> None:
         if self._failure is not None:

@@ -9,7 +9,7 @@ import itertools
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, get_args, overload
@@ -257,6 +257,11 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     def _all_options(self) -> Options:
         return [self._group_options(number) for number in range(len(self.param_groups))]
+
+    def _load_options(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take the options of saved groups, which are like these."""
+        for group, options in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
 
     def _group_options(self, number: int) -> dict[str, Any]:
         return {key: value for key, value in self.param_groups[number].items() if key != "params"}

@@ -277,8 +277,7 @@ class ShardedOptimizer(BucketOptimizer):
     def _load(self, states: Mapping[int, ParameterState], groups: Sequence[Mapping[str, Any]]) -> None:
         """Load ``states``: this rank's part of those in its shares, and the whole of all others."""
         self.flush()
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        self._load_options(groups)
         parts, inside = self._parts(), self._inside()
         self._outside.state.clear()
         for index, state in states.items():

@@ -296,8 +296,7 @@ class OverlappedOptimizer(BucketOptimizer):
         self._require_open()
         check_groups(state_dict["param_groups"], self.param_groups)
         self.flush()
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        self._load_options(state_dict["param_groups"])
         first = 0
         for optimizer in self._inner:
             packed = optimizer.state_dict()

@@ -176,15 +176,15 @@ def from_parameter(saved: dict[str, Any], parameter: nn.Parameter, spec: Paramet
 
 
 def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Raise, as torch does, unless the saved groups are like these."""
+    """Raise a ValueError, as torch does, unless the saved groups are like these."""
     if len(saved) != len(groups):
-        raise ValueError(
+        raise ConfigurationError(
             f"the saved optimizer has {len(saved)} parameter groups and this one {len(groups)}: it belongs to another "
             "model, or to other settings"
         )
     for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
         if len(theirs["params"]) != len(ours["params"]):
-            raise ValueError(
+            raise ConfigurationError(
                 f"group {number} of the saved optimizer has {len(theirs['params'])} parameters, and this one's "
                 f"{len(ours['params'])}: it belongs to another model, or to other settings"
             )
