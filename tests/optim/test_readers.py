@@ -458,31 +458,43 @@ def test_after_an_interrupted_step_another_optimizer_may_be_made(ranks: Ranks, k
 # -- real signals -----------------------------------------------------------------------------------------------------
 
 
-def interrupt_a_wait(kind: str, folder: str) -> list[torch.Tensor]:
-    """Rank 1 comes to its step when rank 0 was interrupted in the wait for it."""
+def step_apart(kind: str, may_step: Path) -> DistributedDataParallel:
+    """Rank 0 has taken its step; rank 1 takes its own when there is a file of that name."""
     rank, model = choose_communicator().rank, wrapped()
-    optimizer, was_interrupted = optimizer_of(kind, model), Path(folder) / "interrupted"
+    optimizer = optimizer_of(kind, model)
     model(batch(rank, 0, width=9)).square().mean().backward()
-    if rank == 1:
-        while not was_interrupted.exists():
-            time.sleep(0.001)
-        optimizer.step()
-        return parameters_of(model)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    while rank == 1 and not may_step.exists():
+        time.sleep(0.001)
     optimizer.step()
+    return model
+
+
+@contextmanager
+def signalled_in_a_wait(model: DistributedDataParallel, number: signal.Signals) -> Iterator[None]:
+    """This process gets the signal when it waits for another rank."""
     waits = model.synchronizer.engine.communicator.fate.waits
 
-    def interrupt() -> None:
+    def send() -> None:
         while not waits:
             time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
-    helper = threading.Thread(target=interrupt)
+    helper = threading.Thread(target=send)
     helper.start()
-    with pytest.raises(KeyboardInterrupt):
+    yield
+    helper.join()
+
+
+def interrupt_a_wait(kind: str, folder: str) -> list[torch.Tensor]:
+    """Rank 1 comes to its step when rank 0 was interrupted in the wait for it."""
+    was_interrupted = Path(folder) / "interrupted"
+    model = step_apart(kind, was_interrupted)
+    if choose_communicator().rank == 1:
+        return parameters_of(model)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with signalled_in_a_wait(model, signal.SIGINT), pytest.raises(KeyboardInterrupt):
         model.module.state_dict()["layers.0.weight"].sum()
         next(model.parameters()).sum()
-    helper.join()
     was_interrupted.touch()
     torch.save(model.module.state_dict(), io.BytesIO())
     return parameters_of(model)
@@ -496,14 +508,9 @@ def test_after_ctrl_c_in_a_wait_the_model_can_be_saved(ranks: Ranks, kind: str, 
 
 def save_on_a_signal(kind: str, folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The handler of a signal waits for parameters that rank 1 has not sent yet, inside of a wait for them."""
-    rank, model = choose_communicator().rank, wrapped()
-    optimizer, is_waiting = optimizer_of(kind, model), Path(folder) / "waiting"
-    model(batch(rank, 0, width=9)).square().mean().backward()
-    saved: list[torch.Tensor] = []
-    if rank == 1:
-        while not is_waiting.exists():
-            time.sleep(0.001)
-        optimizer.step()
+    is_waiting, saved = Path(folder) / "waiting", list[torch.Tensor]()
+    model = step_apart(kind, is_waiting)
+    if choose_communicator().rank == 1:
         return [], parameters_of(model)
 
     def save(*_: Any) -> None:
@@ -511,18 +518,8 @@ def save_on_a_signal(kind: str, folder: str) -> tuple[list[torch.Tensor], list[t
         saved.extend(parameters_of(model))
 
     before = signal.signal(signal.SIGUSR1, save)
-    optimizer.step()
-    waits = model.synchronizer.engine.communicator.fate.waits
-
-    def send() -> None:
-        while not waits:
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    helper = threading.Thread(target=send)
-    helper.start()
-    parameters = parameters_of(model)
-    helper.join()
+    with signalled_in_a_wait(model, signal.SIGUSR1):
+        parameters = parameters_of(model)
     signal.signal(signal.SIGUSR1, before)
     return saved, parameters
 
