@@ -65,11 +65,11 @@ def _on_the_main_thread() -> Patches:
     """Other threads still take turns."""
 
     def run(self: UpdateThread, action: Callable[[], None]) -> None:
-        if self._turn.owner == threading.get_ident():
+        if self._lock.owner == threading.get_ident():
             with _in_an_action():
                 action()
         else:
-            self._turn.take(action)
+            self._lock.run(action)
 
     yield mock.patch.object(UpdateThread, "run", run)
 

@@ -233,12 +233,10 @@ class OverlappedOptimizer(BucketOptimizer):
         self._gathers.finish(self._finish_step if self._running is not None else None)
 
     def _finish_step(self) -> None:
-        step, self._running = self._running, None
-        if step is not None:
-            self._hand_back(step)
-
-    def _hand_back(self, step: DeferredStep) -> None:
         """Copy back what optimizers have written into their groups, unless the groups were changed since the step."""
+        step, self._running = self._running, None
+        if step is None:
+            return
         for number, written in step.written.items():
             mine, old = self.param_groups[number], step.options[number]
             mine.update({key: value for key, value in written.items() if _is_equal(mine.get(key), old.get(key))})
