@@ -65,11 +65,11 @@ def _on_the_main_thread() -> Patches:
     """Other threads still take turns."""
 
     def run(self: UpdateThread, action: Callable[[], None]) -> None:
-        if self._turn.owner == threading.get_ident():
+        if self._lock.owner == threading.get_ident():
             with _in_an_action():
                 action()
         else:
-            self._turn.take(action)
+            self._lock.run(action)
 
     yield mock.patch.object(UpdateThread, "run", run)
 
@@ -115,7 +115,7 @@ def _interrupts_kept() -> Patches:
     yield from _on_the_main_thread()
     yield mock.patch.object(Task, "wait", wait)
     for module in (gather, overlapped):
-        yield mock.patch.object(module, "told_later", lambda error: error)
+        yield mock.patch.object(module, "error_for_later", lambda error: error)
 
 
 def _flush_without_a_turn() -> Patches:

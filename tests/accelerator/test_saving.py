@@ -17,7 +17,7 @@ from gradsync import (
 )
 from gradsync.accelerator import ProjectConfiguration
 from gradsync.communicator import InProcessWorld, choose_communicator
-from tests.optim.test_sharded import assert_same, batch, groups_of, net, parameters_of
+from tests.optim.training import assert_same, batch, groups_of, net, parameters_of
 from tests.ranks import Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,7 +8,7 @@ from torch import nn
 
 from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
 from gradsync.communicator import choose_communicator
-from tests.optim.test_sharded import TINY, batch, filled, net, parameters_of
+from tests.optim.training import TINY, batch, filled, net, parameters_of
 from tests.ranks import ThreadRanks
 
 pytestmark = pytest.mark.timeout(120)

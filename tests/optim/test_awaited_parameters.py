@@ -19,7 +19,17 @@ from gradsync import DistributedDataParallel, PeerFailedError, ShardedOptimizer,
 from gradsync.communicator import choose_communicator
 from gradsync.optim.sharded.gather import AwaitedParameter
 from tests.fuse import Explosion, Fuse
-from tests.optim.test_sharded import assert_same, batch, filled, make, net, parameters_of
+from tests.optim.training import (
+    assert_as_plain,
+    assert_same,
+    batch,
+    filled,
+    make,
+    net,
+    parameters_of,
+    take_steps,
+    train_step,
+)
 from tests.ranks import Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(60)
@@ -134,6 +144,7 @@ class ForeignLayer(nn.Module):
 
 
 def train_foreign(kind: str) -> list[torch.Tensor]:
+    """Code that does not ask for a parameter's class gets the new one in a forward."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(nn.Sequential(ForeignLayer(), ForeignLayer()), bucket_cap_mb=1e-5)
     optimizer = make(kind, torch.optim.SGD, model, lr=0.1)
@@ -144,11 +155,6 @@ def train_foreign(kind: str) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return parameters_of(model)
-
-
-def test_code_that_does_not_ask_gets_the_new_one_in_a_forward() -> None:
-    ranks = ThreadRanks(2)
-    assert_same(ranks.run(train_foreign, "sharded"), ranks.run(train_foreign, "plain")[0])
 
 
 def look_without_waiting() -> list[bool]:
@@ -183,18 +189,11 @@ def change_between(kind: str) -> list[torch.Tensor]:
     rank, model = choose_communicator().rank, DistributedDataParallel(net(), bucket_cap_mb=2e-3)
     optimizer = make(kind, torch.optim.AdamW, model, lr=0.05)
     for step in range(8):
-        model(batch(rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(rank, step))
         with torch.no_grad():
             for parameter in model.parameters():
                 (parameter if step % 2 else parameter.data).clamp_(-0.4, 0.4)
     return parameters_of(model)
-
-
-def test_parameters_that_were_changed_in_place_go_on_from_there() -> None:
-    ranks = ThreadRanks(3)
-    assert_same(ranks.run(change_between, "sharded"), ranks.run(change_between, "plain")[0])
 
 
 class Shuffled(nn.Module):
@@ -233,33 +232,33 @@ def test_layers_may_run_in_any_order(ranks: Ranks, differ: bool) -> None:
 
 
 def attached(kind: str) -> list[torch.Tensor]:
-    rank, module = choose_communicator().rank, net()
+    """Without a wrapper."""
+    module = net()
     handle = synchronize_gradients(module)
     optimizer = make(kind, torch.optim.SGD, handle, list(module.parameters()), lr=0.3)
-    for step in range(4):
-        module(batch(rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(module, optimizer, range(4))
     return parameters_of(module)
 
 
-def test_without_a_wrapper() -> None:
-    assert_same(ThreadRanks(2).run(attached, "sharded"), ThreadRanks(2).run(attached, "plain")[0])
+@pytest.mark.parametrize("train", [train_foreign, change_between, attached])
+def test_a_training_ends_as_with_a_plain_optimizer(train: Callable[..., Any]) -> None:
+    assert_as_plain(ThreadRanks(3), train)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def fail_and_go_on(kind: str) -> tuple[list[torch.Tensor], int]:
-    """The backward of rank 0 fails in two steps, which everybody skips."""
+def fail_and_go_on(kind: str, late: bool) -> tuple[list[torch.Tensor], int]:
+    """The backward of rank 0 fails in two steps, at its beginning or at its end, and all ranks skip these steps."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(net(), bucket_cap_mb=2e-3)
     optimizer = make(kind, torch.optim.AdamW, model, lr=1e-2)
     failed = 0
     for step in range(10):
+        fails = rank == 0 and step in (0, 6)
         try:
-            hidden = model(batch(rank, step))
-            Fuse.apply(hidden, rank == 0 and step in (0, 6)).square().mean().backward()
+            hidden = model(Fuse.apply(batch(rank, step).requires_grad_(), fails and late))
+            Fuse.apply(hidden, fails and not late).square().mean().backward()
             optimizer.step()
         except (Explosion, PeerFailedError):
             failed += 1
@@ -268,8 +267,9 @@ def fail_and_go_on(kind: str) -> tuple[list[torch.Tensor], int]:
 
 
 @pytest.mark.parametrize("ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format)
-def test_a_failed_backward_is_skipped_by_all(ranks: Ranks) -> None:
-    theirs, ours = ranks.run(fail_and_go_on, "plain"), ranks.run(fail_and_go_on, "sharded")
+@pytest.mark.parametrize("late", [False, True], ids=["at its beginning", "at its end"])
+def test_a_failed_backward_is_skipped_by_all(ranks: Ranks, late: bool) -> None:
+    theirs, ours = ranks.run(fail_and_go_on, "plain", late), ranks.run(fail_and_go_on, "sharded", late)
     assert [failed for _, failed in ours] == [2] * ranks.world_size
     assert_same([parameters for parameters, _ in ours], theirs[0][0])
 

@@ -9,16 +9,19 @@ from torch import nn
 
 from gradsync import DistributedDataParallel
 from gradsync.communicator import choose_communicator
-from gradsync.errors import PeerFailedError
 from gradsync.optim.sharded import ShardedOptimizer
-from tests.optim.test_sharded import assert_same, batch, filled, groups_of, make, parameters_of
+from tests.optim.training import (
+    assert_as_plain,
+    batch,
+    filled,
+    groups_of,
+    in_threads_and_processes,
+    make,
+    parameters_of,
+)
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(120)
-
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
 
 
 # A layer is a bucket.
@@ -40,19 +43,17 @@ class Branches(nn.Module):
         return x
 
 
-def wrapped(wire: str = "auto") -> DistributedDataParallel:
-    given = choose_communicator() if wire == "group" else None
-    module = filled(Branches().double())
-    return DistributedDataParallel(module, bucket_cap_mb=TINY, communicator=given, find_unused_parameters=True)
+def wrapped() -> DistributedDataParallel:
+    return DistributedDataParallel(filled(Branches().double()), bucket_cap_mb=TINY, find_unused_parameters=True)
 
 
 Disturb = Callable[[DistributedDataParallel, Any, int, int], None]
 
 
-def train(kind: str, disturb: Disturb, wire: str = "auto") -> list[torch.Tensor]:
+def train(kind: str, disturb: Disturb) -> list[torch.Tensor]:
     """Parameters after some steps, of which every second is disturbed."""
     rank = choose_communicator().rank
-    model = wrapped(wire)
+    model = wrapped()
     optimizer = make(kind, torch.optim.AdamW, model, groups_of(model), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
     for step in range(12):
@@ -76,11 +77,6 @@ def train_scaled(kind: str) -> list[torch.Tensor]:
     return parameters_of(model)
 
 
-@in_threads_and_processes
-def test_scaled_gradients_are_not_what_a_step_uses(ranks: Ranks) -> None:
-    assert_same(ranks.run(train_scaled, "sharded"), ranks.run(train_scaled, "plain")[0])
-
-
 def train_with_late_weights(kind: str) -> list[torch.Tensor]:
     rank, model = choose_communicator().rank, wrapped()
     optimizer = make(kind, torch.optim.AdamW, model, groups_of(model), lr=1e-2)
@@ -91,11 +87,6 @@ def train_with_late_weights(kind: str) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return parameters_of(model)
-
-
-@in_threads_and_processes
-def test_weights_may_be_known_after_the_means(ranks: Ranks) -> None:
-    assert_same(ranks.run(train_with_late_weights, "sharded"), ranks.run(train_with_late_weights, "plain")[0])
 
 
 def change_options(model: DistributedDataParallel, optimizer: Any, rank: int, step: int) -> None:
@@ -166,6 +157,12 @@ def look_alone(model: DistributedDataParallel, optimizer: Any, rank: int, step: 
             parameter.grad.mul_(1.0)
 
 
+@pytest.mark.parametrize("train", [train_scaled, train_with_late_weights])
+@in_threads_and_processes
+def test_neither_scales_nor_late_weights_are_what_a_step_uses(ranks: Ranks, train: Callable[..., Any]) -> None:
+    assert_as_plain(ranks, train)
+
+
 @pytest.mark.breadth
 @pytest.mark.parametrize(
     "disturb",
@@ -178,49 +175,4 @@ def look_alone(model: DistributedDataParallel, optimizer: Any, rank: int, step: 
 )
 @in_threads_and_processes
 def test_what_comes_between_backward_and_step_counts(ranks: Ranks, disturb: Disturb) -> None:
-    assert_same(ranks.run(train, "sharded", disturb), ranks.run(train, "plain", disturb)[0])
-
-
-# -- failures ---------------------------------------------------------------------------------------------------------
-
-
-class Faulty(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = Branches()
-        self.fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fails:
-            x = x.requires_grad_()
-            x.register_hook(_fail)
-        return self.layers(x)
-
-
-def _fail(gradient: torch.Tensor) -> None:
-    raise RuntimeError("a fault in backward")
-
-
-def fail_a_backward(kind: str) -> list[torch.Tensor]:
-    rank = choose_communicator().rank
-    faulty = Faulty().double()
-    model = DistributedDataParallel(filled(faulty), bucket_cap_mb=TINY)
-    optimizer = make(kind, torch.optim.AdamW, model, groups_of(model), lr=1e-2)
-    for step in range(9):
-        faulty.fails = rank == 1 and step % 3 == 2
-        try:
-            model(batch(rank, step, width=9)).square().mean().backward()
-        except (RuntimeError, PeerFailedError):
-            # All have updated shares by then, with means of which nothing is to stay.
-            optimizer.zero_grad()
-            continue
-        assert step % 3 != 2
-        optimizer.step()
-        optimizer.zero_grad()
-    return parameters_of(model)
-
-
-@in_threads_and_processes
-def test_of_a_failed_backward_nothing_stays(ranks: Ranks) -> None:
-    theirs = ranks.run(fail_a_backward, "plain")[0]
-    assert_same(ranks.run(fail_a_backward, "sharded"), theirs)
+    assert_as_plain(ranks, train, disturb)

@@ -10,31 +10,30 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gradsync import DistributedDataParallel
-from gradsync.communicator import choose_communicator
 from gradsync.errors import MisuseError
 from gradsync.optim.sharded import ShardedOptimizer
 from gradsync.optim.sharded.share import Share, movable
-from tests.optim.test_sharded import TINY, assert_same, batch, filled, make, net, parameters_of
+from tests.optim.training import (
+    TINY,
+    assert_as_plain,
+    assert_same,
+    batch,
+    filled,
+    in_threads_and_processes,
+    make,
+    net,
+    parameters_of,
+    take_steps,
+)
 from tests.ranks import Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(120)
-
-# Over shared memory parameters are gathered by way of the bucket, else to where they lie.
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
 
 
 def shares_of(optimizer: ShardedOptimizer) -> list[Share]:
     segments = optimizer._segments
     assert segments is not None
     return segments.shares
-
-
-def one_step(model: nn.Module, optimizer: Any, step: int) -> None:
-    model(batch(choose_communicator().rank, step)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 # -- they do lie there ------------------------------------------------------------------------------------------------
@@ -54,7 +53,7 @@ def lie_flat() -> None:
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
     memory: list[StorageWeakRef] = []
     for step in range(5):
-        one_step(model, optimizer, step)
+        take_steps(model, optimizer, [step])
         optimizer.flush()
         require_flat(optimizer)
         if step == 1:
@@ -76,7 +75,7 @@ def freeze_one() -> None:
     frozen, *others = model.parameters()
     for step in range(6):
         frozen.requires_grad_(step < 2)
-        one_step(model, optimizer, step)
+        take_steps(model, optimizer, [step])
     optimizer.flush()
     assert all(other.untyped_storage().nbytes() > other.nbytes for other in others)
     assert frozen.untyped_storage().nbytes() == frozen.nbytes
@@ -97,7 +96,7 @@ def keep_views(kind: str, when: int) -> list[torch.Tensor]:
     for step in range(8):
         if step == when:
             views = [parameter.data for parameter in model.parameters()]
-        one_step(model, optimizer, step)
+        take_steps(model, optimizer, [step])
         if kind == "sharded":
             optimizer.flush()
             if step == 5:
@@ -131,14 +130,14 @@ def swap_memory(kind: str) -> list[torch.Tensor]:
         if step == 5:
             # Nobody has the old memory: it may lie in the flat one again.
             weight.data = torch.full_like(weight, 0.5)
-        one_step(model, optimizer, step)
+        take_steps(model, optimizer, [step])
         weight.detach()
     return [*seen, *parameters_of(model)]
 
 
 @in_threads_and_processes
 def test_parameters_may_get_other_memory(ranks: Ranks) -> None:
-    assert_same(ranks.run(swap_memory, "sharded"), ranks.run(swap_memory, "plain")[0])
+    assert_as_plain(ranks, swap_memory)
 
 
 class Odd(nn.Module):
@@ -162,8 +161,7 @@ class Odd(nn.Module):
 def train_odd(kind: str) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
     model = DistributedDataParallel(filled(Odd()), bucket_cap_mb=1.0)
     optimizer = make(kind, torch.optim.AdamW, model, lr=1e-2)
-    for step in range(6):
-        one_step(model, optimizer, step)
+    take_steps(model, optimizer, range(6))
     return parameters_of(model), [parameter.stride() for parameter in model.parameters()]
 
 
@@ -193,10 +191,10 @@ def test_what_others_refer_to_is_not_moved() -> None:
 def use_an_old_graph() -> None:
     model = DistributedDataParallel(net())
     optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
-    one_step(model, optimizer, 0)
-    one_step(model, optimizer, 1)
+    take_steps(model, optimizer, [0])
+    take_steps(model, optimizer, [1])
     kept = model.module(batch(0, 0)).square().mean()
-    one_step(model, optimizer, 2)
+    take_steps(model, optimizer, [2])
     optimizer.flush()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(kept, list(model.module.parameters()))
@@ -210,7 +208,7 @@ def test_autograd_sees_that_they_have_changed(ranks: Ranks) -> None:
 def change_in_a_fork() -> list[torch.Tensor]:
     model = DistributedDataParallel(net())
     optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
-    one_step(model, optimizer, 0)
+    take_steps(model, optimizer, [0])
     before = parameters_of(model)
     child = os.fork()
     if child == 0:
@@ -247,7 +245,7 @@ class Slow(torch.optim.SGD):
 def read_in_the_middle() -> None:
     model = DistributedDataParallel(net())
     optimizer = ShardedOptimizer(Slow, model, lr=0.1)
-    one_step(model, optimizer, 0)
+    take_steps(model, optimizer, [0])
     weight = next(model.parameters())
     seen: list[torch.Tensor] = []
     readers: list[threading.Thread] = []
@@ -262,7 +260,7 @@ def read_in_the_middle() -> None:
 
     Slow.look = look
     try:
-        one_step(model, optimizer, 1)
+        take_steps(model, optimizer, [1])
     finally:
         Slow.look = None
     for reader in readers:

@@ -388,7 +388,7 @@ def test_a_wrapped_model_whose_local_steps_were_given_up_refuses_to_go_on() -> N
         if choose_communicator().rank == 0:
             # One rank alone: nobody waits for the others.
             local.close()
-            with pytest.raises(MisuseError, match=r"closed before finish\(\).*Wrap the module anew"):
+            with pytest.raises(MisuseError, match=r"closed before finish\(\).*Wrap the module again"):
                 take_step(model, optimizer, 0, 1)
         return local.synchronizations
 
@@ -617,7 +617,7 @@ def change_step(state: dict[str, Any]) -> None:
         (change_key, "'rounds' is missing"),
         (change_name, "a trained parameter '0.weight'"),
         (change_shape, r"'0.weight' has shape \(2, 2\)"),
-        (change_groups, "groups of"),
+        (change_groups, "group 0 of the saved optimizer has 3 parameters, and this one's 4"),
         (change_outer, "without an outer optimizer"),
         (change_step, "at step 9"),
         (change_held_back, r"holds back a gradient of shape \(7,\)"),

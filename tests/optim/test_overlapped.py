@@ -17,7 +17,18 @@ from gradsync.errors import ConfigurationError, GradsyncError, MisuseError
 from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer
 from gradsync.optim.sharded.gather import AwaitedParameter
 from gradsync.optim.sharded.mode import DECIDED_AFTER, TRIALS
-from tests.optim.test_sharded import TINY, assert_same, batch, filled, in_threads_and_processes, net, parameters_of
+from tests.optim.training import (
+    TINY,
+    assert_as_plain,
+    assert_same,
+    batch,
+    filled,
+    in_threads_and_processes,
+    net,
+    parameters_of,
+    take_steps,
+    train_step,
+)
 from tests.ranks import Ranks, ThreadRanks, run_once
 
 pytestmark = pytest.mark.timeout(120)
@@ -129,10 +140,7 @@ def test_it_trains_to_the_parameters_of_plain_optimizers(ranks: Ranks, make: Mak
 def wait_for_means() -> None:
     model = wrapped()
     optimizer = OverlappedOptimizer(model, *both(model))
-    for step in range(4):
-        model(batch(choose_communicator().rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, range(4))
     assert all(type(p) is AwaitedParameter for p in model.parameters())
     first = next(model.parameters())
     before = optimizer._shadows[id(first)].itself.detach().clone()
@@ -178,11 +186,11 @@ def with_unused(kind: str) -> list[torch.Tensor]:
 
 @in_threads_and_processes
 def test_unused_parameters_and_replaced_gradients_are_as_ever(ranks: Ranks) -> None:
-    assert_same(ranks.run(with_unused, "overlapped"), ranks.run(with_unused, "plain")[0])
+    assert_as_plain(ranks, with_unused, kind="overlapped")
 
 
 def trained_and_saved(steps: int, state: dict[str, Any] | None, kind: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    rank, model = choose_communicator().rank, wrapped()
+    model = wrapped()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
     optimizer: Any = optimizers[0] if kind == "plain" else OverlappedOptimizer(model, *optimizers)
     first = 0
@@ -192,10 +200,7 @@ def trained_and_saved(steps: int, state: dict[str, Any] | None, kind: str) -> tu
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = 5
-    for step in range(first, first + steps):
-        model(batch(rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, range(first, first + steps))
     saved = {"model": copy.deepcopy(model.module.state_dict()), "optimizer": copy.deepcopy(optimizer.state_dict())}
     return parameters_of(model), saved
 
@@ -218,16 +223,12 @@ def test_states_of_several_optimizers_are_loaded_one_after_the_other() -> None:
         optimizer, other = OverlappedOptimizer(model, *both(model)), OverlappedOptimizer(twin, *both(twin))
         rank = choose_communicator().rank
         for step in range(8):
-            model(batch(rank, step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, batch(rank, step))
             if step == 3:
                 twin.module.load_state_dict(model.module.state_dict())
                 other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             elif step > 3:
-                twin(batch(rank, step)).square().mean().backward()
-                other.step()
-                other.zero_grad()
+                train_step(twin, other, batch(rank, step))
         assert all(map(torch.equal, parameters_of(model), parameters_of(twin)))
 
     ThreadRanks(2).run(work)
@@ -260,9 +261,7 @@ def raise_in_an_update() -> tuple[list[str], int]:
         if step == 2:
             optimizer._inner[0].raises = rank == 0
         try:
-            model(batch(rank, step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, batch(rank, step))
         except (RuntimeError, GradsyncError) as error:
             told.append(str(error))
     for _ in range(2):
@@ -351,9 +350,7 @@ def test_added_groups_keep_their_state_when_it_closes(mode: Any) -> None:
         originals = [torch.optim.SGD(parameters[:2], lr=0.1, momentum=0.9), torch.optim.AdamW(parameters[2:-2])]
         optimizer = OverlappedOptimizer(model, *originals, mode=mode)
         for step in range(4):
-            model(batch(rank, step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, batch(rank, step))
             if step == 1:
                 optimizer.add_param_group({"params": parameters[-2:], "lr": 3e-3})
         saved = copy.deepcopy(optimizer.state_dict())
@@ -446,7 +443,7 @@ def step_as_one_likes(kind: str, mode: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("ranks", "mode"), [(2, "plain"), (1, "next-forward"), (2, "next-forward")])
 def test_gradients_may_be_zeroed_and_used_as_ever(ranks: int, mode: str) -> None:
     world = ThreadRanks(ranks)
-    assert_same(world.run(step_as_one_likes, "overlapped", mode), world.run(step_as_one_likes, "plain", mode)[0])
+    assert_as_plain(world, step_as_one_likes, mode, kind="overlapped")
 
 
 @pytest.mark.parametrize("kind", ["sharded", "overlapped"])
@@ -543,7 +540,7 @@ def test_auto_takes_what_is_faster_and_stays_exact(
     assert tried[: end - first] == list(range(first, end))
     assert ours[0]["scattered"][-1] is (chosen == "next-forward")
     assert {mine["chosen"] for mine in ours} == {chosen}
-    assert ("behind the next forward from now on: 1000.0 ms" in ours[0]["report"]) is (chosen == "next-forward")
+    assert ("overlaps the next forward from now on: 1000.0 ms" in ours[0]["report"]) is (chosen == "next-forward")
     assert ("steps wait for the whole mean from now on: 1000.0 ms" in ours[0]["report"]) is (chosen == "plain")
 
 
@@ -559,7 +556,7 @@ def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gradsync"):
         ThreadRanks(2).run(choose, "sharded", Clock(2.0, 1.0), DECIDED_AFTER + 2)
     assert [record.getMessage() for record in caplog.records] == [
-        "mode auto: communication runs behind the next forward from now on: 1000.0 ms a step, as against 2000.0 ms"
+        "mode auto: communication overlaps the next forward from now on: 1000.0 ms per step instead of 2000.0 ms"
     ]
 
 
@@ -591,9 +588,7 @@ def narrow(kind: str, state: Any, steps: int) -> tuple[list[torch.Tensor], Any]:
     if state is not None:
         optimizer.load_state_dict(state)
     for step in range(steps):
-        model(batch(rank, step).bfloat16()).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(rank, step).bfloat16())
     if kind != "plain":
         optimizer.consolidate()
     return parameters_of(model), copy.deepcopy(optimizer.state_dict())

@@ -33,7 +33,7 @@ from gradsync.communicator import Communicator, choose_communicator
 from gradsync.errors import GradsyncError, MisuseError
 from gradsync.optim.sharded.gather import AwaitedParameter, Gather, Gathers
 from gradsync.optim.sharded.update_thread import UpdateThread
-from tests.optim.test_sharded import assert_same, batch, filled, parameters_of
+from tests.optim.training import assert_same, batch, filled, parameters_of, take_steps, train_step
 from tests.ranks import Ranks
 from tests.scripts import run_scripts
 from tests.wires import fresh_wire
@@ -78,9 +78,7 @@ def train(kind: str, steps: int) -> list[list[torch.Tensor]]:
     rank, model = choose_communicator().rank, wrapped()
     optimizer, states = optimizer_of(kind, model), [parameters_of(model)]
     for step in range(steps):
-        model(batch(rank, step, width=9)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(rank, step, width=9))
         states.append(parameters_of(model))
     return states
 
@@ -114,10 +112,7 @@ def train_beside_readers(kind: str, steps: int) -> list[torch.Tensor]:
     for reader in readers:
         reader.start()
     try:
-        for step in range(steps):
-            model(batch(rank, step, width=9)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, optimizer, range(steps), width=9)
         parameters = parameters_of(model)
     finally:
         is_over.set()
@@ -191,9 +186,7 @@ def flush_from_all_sides(kind: str) -> list[torch.Tensor]:
             errors.append(error)
 
     for step in range(30):
-        model(batch(rank, step, width=9)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(rank, step, width=9))
         threads = [threading.Thread(target=flush) for _ in range(3)]
         for thread in threads:
             thread.start()
@@ -379,9 +372,7 @@ def train_and_interrupt(kind: str, steps: int) -> tuple[list[torch.Tensor], int]
         raise KeyboardInterrupt
 
     for step in range(steps):
-        model(batch(rank, step, width=9)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(rank, step, width=9))
         # The first steps tell how many moments there are.
         moment = 1 + most * (step - 3) // steps if rank == 0 and step > 2 else 0
         try:
@@ -467,31 +458,43 @@ def test_after_an_interrupted_step_another_optimizer_may_be_made(ranks: Ranks, k
 # -- real signals -----------------------------------------------------------------------------------------------------
 
 
-def interrupt_a_wait(kind: str, folder: str) -> list[torch.Tensor]:
-    """Rank 1 comes to its step when rank 0 was interrupted in the wait for it."""
+def step_apart(kind: str, may_step: Path) -> DistributedDataParallel:
+    """Rank 0 has taken its step; rank 1 takes its own when there is a file of that name."""
     rank, model = choose_communicator().rank, wrapped()
-    optimizer, was_interrupted = optimizer_of(kind, model), Path(folder) / "interrupted"
+    optimizer = optimizer_of(kind, model)
     model(batch(rank, 0, width=9)).square().mean().backward()
-    if rank == 1:
-        while not was_interrupted.exists():
-            time.sleep(0.001)
-        optimizer.step()
-        return parameters_of(model)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    while rank == 1 and not may_step.exists():
+        time.sleep(0.001)
     optimizer.step()
+    return model
+
+
+@contextmanager
+def signalled_in_a_wait(model: DistributedDataParallel, number: signal.Signals) -> Iterator[None]:
+    """This process gets the signal when it waits for another rank."""
     waits = model.synchronizer.engine.communicator.fate.waits
 
-    def interrupt() -> None:
+    def send() -> None:
         while not waits:
             time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
-    helper = threading.Thread(target=interrupt)
+    helper = threading.Thread(target=send)
     helper.start()
-    with pytest.raises(KeyboardInterrupt):
+    yield
+    helper.join()
+
+
+def interrupt_a_wait(kind: str, folder: str) -> list[torch.Tensor]:
+    """Rank 1 comes to its step when rank 0 was interrupted in the wait for it."""
+    was_interrupted = Path(folder) / "interrupted"
+    model = step_apart(kind, was_interrupted)
+    if choose_communicator().rank == 1:
+        return parameters_of(model)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with signalled_in_a_wait(model, signal.SIGINT), pytest.raises(KeyboardInterrupt):
         model.module.state_dict()["layers.0.weight"].sum()
         next(model.parameters()).sum()
-    helper.join()
     was_interrupted.touch()
     torch.save(model.module.state_dict(), io.BytesIO())
     return parameters_of(model)
@@ -505,14 +508,9 @@ def test_after_ctrl_c_in_a_wait_the_model_can_be_saved(ranks: Ranks, kind: str, 
 
 def save_on_a_signal(kind: str, folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The handler of a signal waits for parameters that rank 1 has not sent yet, inside of a wait for them."""
-    rank, model = choose_communicator().rank, wrapped()
-    optimizer, is_waiting = optimizer_of(kind, model), Path(folder) / "waiting"
-    model(batch(rank, 0, width=9)).square().mean().backward()
-    saved: list[torch.Tensor] = []
-    if rank == 1:
-        while not is_waiting.exists():
-            time.sleep(0.001)
-        optimizer.step()
+    is_waiting, saved = Path(folder) / "waiting", list[torch.Tensor]()
+    model = step_apart(kind, is_waiting)
+    if choose_communicator().rank == 1:
         return [], parameters_of(model)
 
     def save(*_: Any) -> None:
@@ -520,18 +518,8 @@ def save_on_a_signal(kind: str, folder: str) -> tuple[list[torch.Tensor], list[t
         saved.extend(parameters_of(model))
 
     before = signal.signal(signal.SIGUSR1, save)
-    optimizer.step()
-    waits = model.synchronizer.engine.communicator.fate.waits
-
-    def send() -> None:
-        while not waits:
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    helper = threading.Thread(target=send)
-    helper.start()
-    parameters = parameters_of(model)
-    helper.join()
+    with signalled_in_a_wait(model, signal.SIGUSR1):
+        parameters = parameters_of(model)
     signal.signal(signal.SIGUSR1, before)
     return saved, parameters
 
@@ -584,9 +572,7 @@ def train_two_models() -> list[list[torch.Tensor]]:
     optimizers = [optimizer_of(kind, model) for kind, model in zip(KINDS, models, strict=True)]
     for step in range(5):
         for model, optimizer in zip(models, optimizers, strict=True):
-            model(batch(rank, step, width=9)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_step(model, optimizer, batch(rank, step, width=9))
         torch._foreach_norm([parameter for model in models for parameter in model.parameters()])
     return [parameters_of(model) for model in models]
 
@@ -606,9 +592,7 @@ def train_and_forget(kind: str, mode: Any) -> list[bool]:
         plain = torch.optim.SGD(model.parameters(), lr=0.05)
         made: Any = ShardedOptimizer.of(plain, model, mode) if kind == "sharded" else None
         optimizer = made or OverlappedOptimizer(model, plain, mode=mode)
-        model(batch(rank, 0, width=9)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(rank, 0, width=9))
         optimizer.flush()
         return [weakref.ref(each) for each in (model.synchronizer.engine, optimizer, next(model.parameters()))]
 
@@ -646,9 +630,7 @@ def leave_memory() -> list[list[bool]]:
     memory = [StorageWeakRef(parameter.untyped_storage()) for parameter in layers.layers.parameters()]
     found = []
     for step in range(3):
-        model(batch(choose_communicator().rank, step, width=9)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(choose_communicator().rank, step, width=9))
         optimizer.flush()
         found.append([not reference.expired() for reference in memory])
     return found

@@ -16,60 +16,25 @@ from gradsync import DistributedDataParallel
 from gradsync.communicator import choose_communicator
 from gradsync.errors import ConfigurationError, MisuseError, PeerFailedError
 from gradsync.optim.sharded import ShardedOptimizer
+from tests.optim.training import (
+    TINY,
+    assert_as_plain,
+    assert_same,
+    batch,
+    filled,
+    groups_of,
+    in_threads_and_processes,
+    make,
+    net,
+    parameters_of,
+    take_steps,
+    train_step,
+)
 from tests.ranks import Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(120)
 
-in_threads_and_processes = pytest.mark.parametrize(
-    "ranks", [("threads", 3), ("processes", 2)], indirect=True, ids="{0[0]}-{0[1]}".format
-)
-
-# Some 2000 bytes: a bucket has a layer or two, and shares end in the middle of parameters.
-TINY = 2e-3
-
 Make = Callable[..., torch.optim.Optimizer]
-
-
-def filled(module: nn.Module) -> nn.Module:
-    """With numbers that do not hang on torch's generator, which ranks that are threads would share."""
-    for number, parameter in enumerate(module.parameters()):
-        values = torch.arange(parameter.numel(), dtype=torch.float64).add(number).mul(1.7).sin().mul(0.5)
-        parameter.data.copy_(values.view(parameter.shape))
-    return module
-
-
-def net() -> nn.Module:
-    layers = nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 11), nn.Tanh(), nn.Linear(11, 3)
-    return filled(nn.Sequential(*layers).double())
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    return [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0, "lr": 3e-2},
-    ]
-
-
-def batch(rank: int, step: int, micro: int = 0, width: int = 7) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(97 * step + 10 * micro + rank)
-    return torch.randn(4, width, dtype=torch.float64, generator=generator)
-
-
-def make(kind: str, optimizer_class: Any, model: DistributedDataParallel, params: Any = None, **options: Any) -> Any:
-    if kind == "sharded":
-        return ShardedOptimizer(optimizer_class, model, params, **options)
-    return optimizer_class(list(model.parameters()) if params is None else params, **options)
-
-
-def parameters_of(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def assert_same(ours: Sequence[list[torch.Tensor]], theirs: list[torch.Tensor]) -> None:
-    for mine in ours:
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
-        assert all(map(torch.equal, mine, ours[0]))
 
 
 # -- as a plain one ---------------------------------------------------------------------------------------------------
@@ -207,15 +172,8 @@ def train_frozen(kind: str) -> list[torch.Tensor]:
     for step in range(20):
         module[0].requires_grad_(not 5 <= step < 11)
         module[4].requires_grad_(step >= 7)
-        model(batch(rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(rank, step))
     return parameters_of(model)
-
-
-@in_threads_and_processes
-def test_parameters_may_be_frozen_and_trained_again(ranks: Ranks) -> None:
-    assert_same(ranks.run(train_frozen, "sharded"), ranks.run(train_frozen, "plain")[0])
 
 
 def train_words(kind: str) -> list[torch.Tensor]:
@@ -238,11 +196,6 @@ class Reading(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.layers[1](self.layers[0](words))
-
-
-@in_threads_and_processes
-def test_sparse_gradients_are_everybodys(ranks: Ranks) -> None:
-    assert_same(ranks.run(train_words, "sharded"), ranks.run(train_words, "plain")[0])
 
 
 # -- torch's own tools on gradients -----------------------------------------------------------------------------------
@@ -294,9 +247,7 @@ def train_and_save(kind: str, steps: int) -> tuple[list[torch.Tensor], Any]:
     model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
     optimizer = make(kind, torch.optim.AdamW, model, groups_of(model), lr=1e-2)
     for step in range(steps):
-        model(batch(0, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(0, step))
     if kind == "sharded":
         optimizer.consolidate(to=0)
     return parameters_of(model), optimizer.state_dict() if rank == 0 else None
@@ -317,9 +268,7 @@ def go_on(kind: str, parameters: list[torch.Tensor], state: Any, first: int) -> 
     optimizer = make(kind, torch.optim.AdamW, model, groups_of(model), lr=1e-2)
     optimizer.load_state_dict(copy.deepcopy(state))
     for step in range(first, 10):
-        model(batch(0, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(0, step))
     return parameters_of(model)
 
 
@@ -399,10 +348,7 @@ def lay_buckets_anew() -> list[int]:
     layers = filled(Backwards(*(nn.Linear(9, 9) for _ in range(6))).double())
     model = DistributedDataParallel(layers, bucket_cap_mb=TINY, communicator=communicator)
     optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
-    for step in range(4):
-        model(batch(communicator.rank, step, width=9)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, range(4), width=9)
     return alive
 
 
@@ -425,18 +371,12 @@ def move_out_twice(kind: str) -> list[torch.Tensor]:
     model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
     optimizer = make(kind, torch.optim.AdamW, model, lr=1e-2)
     for step in range(6):
-        model(batch(choose_communicator().rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(choose_communicator().rank, step))
         if isinstance(optimizer, ShardedOptimizer) and step == 3:
             optimizer.flush()
             optimizer.move_out()
             model.synchronizer.engine.store.build()
     return parameters_of(model)
-
-
-def test_buckets_may_be_laid_out_at_the_second_try() -> None:
-    assert_same(ThreadRanks(2).run(move_out_twice, "sharded"), ThreadRanks(2).run(move_out_twice, "plain")[0])
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
@@ -501,10 +441,7 @@ def train_on(kinds: Sequence[str], steps: int = 3) -> list[torch.Tensor]:
         optimizer = make(kind, torch.optim.AdamW, model, lr=1e-2)
         if state is not None:
             optimizer.load_state_dict(state)
-        for step in range(number * steps, (number + 1) * steps):
-            model(batch(choose_communicator().rank, step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, optimizer, range(number * steps, (number + 1) * steps))
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.consolidate()
             state = optimizer.state_dict()
@@ -584,11 +521,6 @@ def step_on_zeros(kind: str) -> list[torch.Tensor]:
     return parameters_of(model)
 
 
-def test_steps_on_zeros_are_steps() -> None:
-    ranks = ThreadRanks(3)
-    assert_same(ranks.run(step_on_zeros, "sharded"), ranks.run(step_on_zeros, "plain")[0])
-
-
 @pytest.mark.parametrize("misuse", ["step twice", "local steps", "join", "hook", "detached"])
 def test_misuse_is_refused(misuse: str) -> None:
     def work() -> None:
@@ -610,7 +542,7 @@ def test_misuse_is_refused(misuse: str) -> None:
                 model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
         else:
             model.synchronizer.detach()
-            with pytest.raises(MisuseError, match="Make the optimizer anew"):
+            with pytest.raises(MisuseError, match="Make a new optimizer"):
                 optimizer.step()
 
     ThreadRanks(2).run(work)
@@ -648,48 +580,32 @@ def test_gradients_are_not_touched_after_the_step(how: str) -> None:
     assert_same(ThreadRanks(2).run(work), ThreadRanks(2).run(plain)[0])
 
 
-def zero_before_the_step(kind: str, every: bool) -> tuple[list[torch.Tensor], float]:
+def change_before_the_step(kind: str, how: str) -> tuple[list[torch.Tensor], float]:
     rank = choose_communicator().rank
     model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
     optimizer = make(kind, torch.optim.SGD, model, lr=0.2, momentum=0.9)
     for step in range(4):
         model(batch(rank, step)).square().mean().backward()
-        if step % 2 and every:
+        weight = model.module[0].weight
+        if step % 2 and how == "all zeroed":
             optimizer.zero_grad(set_to_none=False)
+        elif step % 2 and how == "one zeroed":
+            weight.grad.zero_()
         elif step % 2:
-            model.module[0].weight.grad.zero_()
+            weight.grad = torch.full_like(weight, 0.1)
         norm = float(model.clip_grad_norm_(0.1))
         optimizer.step()
         optimizer.zero_grad()
     return parameters_of(model), norm
 
 
-@pytest.mark.parametrize("every", [True, False], ids=["all", "one"])
-def test_gradients_may_be_zeroed_before_the_step(every: bool) -> None:
+@pytest.mark.parametrize("how", ["all zeroed", "one zeroed", "one replaced"])
+def test_gradients_that_were_changed_before_the_step_are_clipped(how: str) -> None:
     ranks = ThreadRanks(3)
-    theirs = ranks.run(zero_before_the_step, "plain", every)[0]
-    ours = ranks.run(zero_before_the_step, "sharded", every)
+    theirs = ranks.run(change_before_the_step, "plain", how)[0]
+    ours = ranks.run(change_before_the_step, "sharded", how)
     assert_same([parameters for parameters, _ in ours], theirs[0])
     assert [norm for _, norm in ours] == [pytest.approx(theirs[1])] * 3
-
-
-def replace_a_gradient(kind: str) -> tuple[list[torch.Tensor], float]:
-    model = DistributedDataParallel(net(), bucket_cap_mb=TINY)
-    optimizer = make(kind, torch.optim.SGD, model, lr=0.2)
-    model(batch(0, 0)).square().mean().backward()
-    weight = model.module[0].weight
-    weight.grad = torch.full_like(weight, 0.1)
-    norm = float(model.clip_grad_norm_(0.02))
-    optimizer.step()
-    return parameters_of(model), norm
-
-
-def test_a_gradient_that_was_replaced_is_clipped() -> None:
-    ranks = ThreadRanks(2)
-    theirs = ranks.run(replace_a_gradient, "plain")[0]
-    for parameters, norm in ranks.run(replace_a_gradient, "sharded"):
-        assert norm == pytest.approx(theirs[1])
-        torch.testing.assert_close(parameters, theirs[0], rtol=1e-10, atol=1e-12)
 
 
 def go_back(kind: str, frozen: bool) -> list[torch.Tensor]:
@@ -704,9 +620,7 @@ def go_back(kind: str, frozen: bool) -> list[torch.Tensor]:
         model.module[4].requires_grad_(not (frozen and 2 <= step < 5))
         if step == 4:
             optimizer.load_state_dict(copy.deepcopy(state))
-        model(batch(rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(model, optimizer, batch(rank, step))
     return parameters_of(model)
 
 
@@ -714,7 +628,7 @@ def go_back(kind: str, frozen: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_state_that_is_loaded_takes_the_place_of_all(world_size: int, frozen: bool) -> None:
     ranks = ThreadRanks(world_size)
-    assert_same(ranks.run(go_back, "sharded", frozen), ranks.run(go_back, "plain", frozen)[0])
+    assert_as_plain(ranks, go_back, frozen)
 
 
 def load_another_shape() -> None:
@@ -749,11 +663,6 @@ def take_more_parameters(kind: str) -> list[torch.Tensor]:
             _ = float(parameters[0].detach().sum()) if rank == 0 else 0.0
             optimizer.add_param_group({"params": parameters[3:], "lr": 0.01})
     return parameters_of(model)
-
-
-def test_parameters_may_be_added_in_a_group_of_their_own() -> None:
-    ranks = ThreadRanks(3)
-    assert_same(ranks.run(take_more_parameters, "sharded"), ranks.run(take_more_parameters, "plain")[0])
 
 
 class Sensitive(torch.optim.SGD):
@@ -800,9 +709,15 @@ def accumulate_on_means(kind: str) -> list[torch.Tensor]:
     return parameters_of(model)
 
 
+@pytest.mark.parametrize("train", [train_frozen, train_words, accumulate_on_means])
 @in_threads_and_processes
-def test_backwards_may_add_to_means(ranks: Ranks) -> None:
-    assert_same(ranks.run(accumulate_on_means, "sharded"), ranks.run(accumulate_on_means, "plain")[0])
+def test_a_training_ends_as_with_a_plain_optimizer(ranks: Ranks, train: Callable[..., Any]) -> None:
+    assert_as_plain(ranks, train)
+
+
+@pytest.mark.parametrize("train", [move_out_twice, step_on_zeros, take_more_parameters])
+def test_a_training_in_threads_ends_as_with_a_plain_optimizer(train: Callable[..., Any]) -> None:
+    assert_as_plain(ThreadRanks(3), train)
 
 
 def test_it_has_the_public_name() -> None:

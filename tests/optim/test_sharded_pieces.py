@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from gradsync import DistributedDataParallel, ShardedOptimizer
 from gradsync.communicator import choose_communicator
 from gradsync.errors import ConfigurationError
-from tests.optim.test_sharded import TINY, assert_same, batch, groups_of, net, parameters_of
+from tests.optim.training import TINY, assert_same, batch, groups_of, net, parameters_of
 from tests.ranks import pool_of
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]

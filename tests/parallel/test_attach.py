@@ -1,19 +1,15 @@
 """``synchronize_gradients``: the engine on a model that stays what it is."""
 
-import copy
-import io
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
 
 from gradsync import GradientSynchronization, MismatchError, MisuseError, synchronize_gradients
-from gradsync.communicator import InProcessWorld, choose_communicator
 from gradsync.core.engine.synchronizer import synchronizer_of
+from tests.parallel.training import COPIERS, alone, assert_same, assert_same_bits, gradients, loss_of, rank_here, values
 from tests.ranks import Ranks
 
 
@@ -26,20 +22,6 @@ def net(seed: int = 0) -> nn.Sequential:
     return model
 
 
-def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    inputs = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    return mse_loss(model(inputs), torch.randn(4, 3, generator=generator, dtype=torch.float64))
-
-
-def rank_here() -> int:
-    return choose_communicator().rank
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
-
-
 def means(micro_batches: Sequence[Sequence[int]], seed: int = 0) -> list[torch.Tensor | None]:
     """The reference: for each rank the steps it ran, in one process. The mean is over the ranks."""
     model = net(seed)
@@ -47,14 +29,6 @@ def means(micro_batches: Sequence[Sequence[int]], seed: int = 0) -> list[torch.T
         for step in steps:
             (loss_of(model, rank, step) / len(micro_batches)).backward()
     return gradients(model)
-
-
-def assert_same(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
-
-
-def alone() -> Any:
-    return InProcessWorld(1).communicator(0)
 
 
 # -- attached ---------------------------------------------------------------------------------------------------------
@@ -68,7 +42,7 @@ def describe_attached() -> dict[str, Any]:
         "class": type(model) is type(plain),
         "keys": list(model.state_dict()) == list(plain.state_dict()),
         "loaded": str(plain.load_state_dict(model.state_dict())),
-        "values": [parameter.detach().clone() for parameter in model.parameters()],
+        "values": values(model),
     }
 
 
@@ -84,12 +58,12 @@ def test_the_model_keeps_its_class_and_its_keys_and_takes_rank_0s_values(ranks: 
 def without_init_sync() -> list[torch.Tensor]:
     model = net(seed=rank_here())
     synchronize_gradients(model, init_sync=False)
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return values(model)
 
 
 def test_without_init_sync_every_rank_keeps_its_own_values(ranks: Ranks) -> None:
-    for rank, values in enumerate(ranks.run(without_init_sync)):
-        torch.testing.assert_close(values, [p.detach() for p in net(rank).parameters()], rtol=0, atol=0)
+    for rank, kept in enumerate(ranks.run(without_init_sync)):
+        torch.testing.assert_close(kept, [p.detach() for p in net(rank).parameters()], rtol=0, atol=0)
 
 
 def backward_every_way(kwargs: dict[str, Any]) -> list[list[torch.Tensor | None]]:
@@ -112,8 +86,7 @@ def test_every_backward_leaves_the_exact_mean_and_the_same_bits(ranks: Ranks, kw
     results = ranks.run(backward_every_way, kwargs)
     expected = [means([[step]] * ranks.world_size) for step in range(4)]
     assert_same(results[0], expected)
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+    assert_same_bits(results)
 
 
 def accumulate() -> tuple[list[Any], list[Any]]:
@@ -283,17 +256,6 @@ def test_a_detached_model_can_be_attached_again(ranks: Ranks) -> None:
         assert_same(found, expected)
 
 
-def by_pickle(model: nn.Module) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
-def by_torch_save(model: nn.Module) -> Any:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
 def train_a_copy(copier: Callable[[Any], Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Only rank 0 uses its copy: it would wait for ever if the copy were still attached."""
     model = net()
@@ -311,7 +273,7 @@ def train_a_copy(copier: Callable[[Any], Any]) -> tuple[list[Any], list[Any], li
     return gradients(copied), gradients(model), unattached
 
 
-@pytest.mark.parametrize("copier", [copy.deepcopy, by_pickle, by_torch_save])
+@pytest.mark.parametrize("copier", COPIERS)
 def test_a_copy_of_the_model_works_alone(ranks: Ranks, copier: Callable[[Any], Any]) -> None:
     results = ranks.run(train_a_copy, copier)
     assert_same(results[0][0], means([[1]]))

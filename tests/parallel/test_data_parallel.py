@@ -3,11 +3,9 @@
 import contextlib
 import copy
 import inspect
-import io
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,24 +17,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 from gradsync import ConfigurationError, DistributedDataParallel, MisuseError, Timeline
-from gradsync.communicator import InProcessWorld, choose_communicator
+from gradsync.communicator import choose_communicator
 from gradsync.errors import NoProcessGroupError
-from tests.ranks import RankError, RankPool, Ranks, pool_of
+from tests.parallel.training import (
+    COPIERS,
+    alone,
+    assert_same,
+    assert_same_bits,
+    batch,
+    gradients,
+    loss_of,
+    rank_here,
+    values,
+)
+from tests.ranks import RankError, RankPool, Ranks
 
+T = TypeVar("T")
 TorchDDP = nn.parallel.DistributedDataParallel
 
 # A bucket for every parameter, and one bucket for all of them.
 TINY, HUGE = 1e-6, 100.0
-
-
-@pytest.fixture(scope="module")
-def pair() -> RankPool:
-    return pool_of(2)
-
-
-@pytest.fixture(scope="module")
-def four() -> RankPool:
-    return pool_of(4)
 
 
 # -- what the tests train ---------------------------------------------------------------------------------------------
@@ -69,24 +69,6 @@ class Branches(nn.Module):
         return output
 
 
-def batch(rank: int, step: int = 0, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return (
-        torch.randn(4, 6, generator=generator, dtype=torch.float64).to(dtype),
-        torch.randn(4, 3, generator=generator, dtype=torch.float64).to(dtype),
-    )
-
-
-def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
-    dtype = next(model.parameters()).dtype
-    inputs, targets = batch(rank, step, dtype)
-    return mse_loss(model(inputs), targets)
-
-
-def rank_here() -> int:
-    return choose_communicator().rank
-
-
 def train(model: nn.Module, steps: Sequence[int], rank: int | None = None) -> list[torch.Tensor]:
     """Steps of SGD; the parameters afterwards. ``rank``: whose data."""
     rank = rank_here() if rank is None else rank
@@ -109,30 +91,8 @@ def train_alone(model: nn.Module, steps: Sequence[int], ranks: Sequence[int]) ->
     return values(model)
 
 
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
-
-
 def buffers(model: nn.Module) -> list[torch.Tensor]:
     return [buffer.detach().clone() for buffer in model.buffers()]
-
-
-def assert_same(ours: Any, theirs: Any, rtol: float = 1e-12) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol / 10)
-
-
-def assert_same_bits(results: Sequence[Any]) -> None:
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
-
-
-def alone() -> Any:
-    """The only rank of its world."""
-    return InProcessWorld(1).communicator(0)
 
 
 def wrap_torch(module: nn.Module, **kwargs: Any) -> nn.Module:
@@ -145,6 +105,11 @@ def wrap_ours(module: nn.Module, **kwargs: Any) -> DistributedDataParallel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # as torch does
         return DistributedDataParallel(module, **kwargs)
+
+
+def under_both(pool: RankPool, work: Callable[..., T], *args: Any) -> tuple[list[T], list[T]]:
+    """What ranks get from ``work(*args, wrap)`` with gradsync's wrapper, and with torch's."""
+    return pool.run(work, *args, wrap_ours), pool.run(work, *args, wrap_torch)
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -193,6 +158,8 @@ def train_with(kwargs: dict[str, Any]) -> list[torch.Tensor]:
         {"batched_grad_copy": True},
         {"broadcast_buffers": True},
         {"forward_sync_buffers": False},
+        {"schedule": "bucketed"},
+        {"schedule": "naive"},
     ],
     ids=lambda kwargs: "-".join(f"{name}={value}" for name, value in kwargs.items()),
 )
@@ -375,20 +342,6 @@ def test_logging_data_has_torchs_names_and_values(pair: RankPool) -> None:
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
-def by_torch_save(model: nn.Module) -> Any:
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-def by_pickle(model: nn.Module) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
-COPIERS: list[Callable[[Any], Any]] = [copy.deepcopy, by_pickle, by_torch_save]
-
-
 def train_a_copy(copier: Callable[[Any], Any], kwargs: dict[str, Any]) -> list[list[torch.Tensor]]:
     original = DistributedDataParallel(net(norm=True), **kwargs)
     train(original, range(2))
@@ -552,8 +505,8 @@ def test_buffers_are_those_of_torchs_wrapper_around_evaluations(pair: RankPool) 
         assert_same([step[1:] for step in ours], [step[1:] for step in theirs])
 
 
-def evaluate_unevenly(torchs: bool) -> list[torch.Tensor]:
-    wrapper = wrap_torch(net(norm=True)) if torchs else DistributedDataParallel(net(norm=True))
+def evaluate_unevenly(wrap: Any) -> list[torch.Tensor]:
+    wrapper = wrap(net(norm=True))
     train(wrapper, range(2))
     wrapper.eval()
     with torch.no_grad():
@@ -564,9 +517,7 @@ def evaluate_unevenly(torchs: bool) -> list[torch.Tensor]:
 
 
 def test_ranks_may_evaluate_different_numbers_of_batches_as_under_torch(pair: RankPool) -> None:
-    theirs = pair.run(evaluate_unevenly, torchs=True)
-    ours = pair.run(evaluate_unevenly, torchs=False, timeout=10)
-    assert_same(ours, theirs)
+    assert_same(*under_both(pair, evaluate_unevenly))
 
 
 class Replacing(nn.Module):
@@ -680,7 +631,10 @@ def device_here() -> str:
 
 
 def train_over_a_mesh() -> list[torch.Tensor]:
-    wrapper = DistributedDataParallel(net(seed=rank_here()), device_mesh=init_device_mesh(device_here(), (2,)))
+    mesh = init_device_mesh(device_here(), (2,))
+    wrapper = DistributedDataParallel(net(seed=rank_here()), device_mesh=mesh)
+    assert wrapper.device_mesh is mesh
+    assert not hasattr(DistributedDataParallel(net()), "device_mesh")  # as in torch
     return train(wrapper, range(3))
 
 
@@ -709,18 +663,18 @@ def test_a_device_mesh_of_two_dimensions_is_refused_but_one_of_them_is_a_group(f
 # -- parameters that are left alone or come late ----------------------------------------------------------------------
 
 
-def ignore_some(torchs: bool) -> list[Any]:
+def ignore_some(wrap: Any) -> list[Any]:
     model = own_statistics(net(seed=rank_here(), norm=True), rank_here())
     names = ["0.bias", "3.weight", "1.running_mean"]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-    wrapper = wrap_torch(model) if torchs else DistributedDataParallel(model)
+    wrapper = wrap(model)
     train(wrapper, range(2))
     loss_of(wrapper, rank_here(), 2).backward()
     return [values(wrapper), gradients(wrapper), buffers(wrapper)]
 
 
 def test_ignored_parameters_and_buffers_are_each_ranks_own_as_under_torch(pair: RankPool) -> None:
-    ours, theirs = pair.run(ignore_some, torchs=False), pair.run(ignore_some, torchs=True)
+    ours, theirs = under_both(pair, ignore_some)
     assert_same(ours, theirs)
     assert not torch.equal(ours[0][0][1], ours[1][0][1])  # 0.bias
 
@@ -794,8 +748,7 @@ HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
 }
 
 
-def train_with_hook(name: str, cap: float, torchs: bool) -> list[torch.Tensor]:
-    wrap: Any = wrap_torch if torchs else DistributedDataParallel
+def train_with_hook(name: str, cap: float, wrap: Any) -> list[torch.Tensor]:
     wrapper = wrap(net(dtype=torch.float32), bucket_cap_mb=cap)
     state, hook = HOOKS[name]
     wrapper.register_comm_hook(state(), hook)
@@ -809,8 +762,7 @@ def train_with_hook(name: str, cap: float, torchs: bool) -> list[torch.Tensor]:
     [(name, cap) for name in HOOKS if "bf16" not in name for cap in (TINY, HUGE) if cap == HUGE or "power" not in name],
 )
 def test_torchs_hooks_give_the_numbers_they_give_under_torch(pair: RankPool, name: str, cap: float) -> None:
-    ours = pair.run(train_with_hook, name, cap, torchs=False)
-    theirs = pair.run(train_with_hook, name, cap, torchs=True)
+    ours, theirs = under_both(pair, train_with_hook, name, cap)
     # Compression magnifies the last bit of its input by the condition of the matrices.
     assert_same(ours, theirs, rtol=1e-3 if "fp16-power" in name else 1e-5)
     if name != "noop":
@@ -841,9 +793,10 @@ def cast_by_hand(dtype: torch.dtype) -> list[torch.Tensor]:
     return [sum(g.to(dtype) / 2 for g in pair if g is not None).float() for pair in pairs]  # type: ignore[union-attr]
 
 
-def unused_under_hook(hook_name: str, torchs: bool) -> list[Any]:
+def unused_under_hook(hook_name: str, wrap: Any) -> list[Any]:
     model, seen = filled(Branches()), []
-    wrapper: Any = wrap_torch(model, find_unused_parameters=True) if torchs else DistributedDataParallel(model)
+    # torch's needs to be told.
+    wrapper = wrap(model, **({"find_unused_parameters": True} if wrap is wrap_torch else {}))
     state, hook = HOOKS[hook_name]
     wrapper.register_comm_hook(state(), hook)
     for step in range(4):
@@ -856,8 +809,7 @@ def unused_under_hook(hook_name: str, torchs: bool) -> list[Any]:
 
 @pytest.mark.parametrize("hook_name", ["allreduce", "fp16"])
 def test_unused_parameters_under_a_hook_are_as_under_torch(pair: RankPool, hook_name: str) -> None:
-    ours = pair.run(unused_under_hook, hook_name, torchs=False)
-    theirs = pair.run(unused_under_hook, hook_name, torchs=True)
+    ours, theirs = under_both(pair, unused_under_hook, hook_name)
     assert_same(ours, theirs, rtol=1e-5)
     assert all(step[-1] is None for step in ours[0])  # the branch nobody uses
 
@@ -888,22 +840,21 @@ class BucketNotes:
         return default_hooks.allreduce_hook(state, bucket)
 
 
-def show_buckets(torchs: bool) -> tuple[list[int], list[bool], list[torch.Tensor]]:
-    wrap: Any = wrap_torch if torchs else DistributedDataParallel
+def show_buckets(wrap: Any) -> tuple[list[int], list[bool], list[torch.Tensor]]:
     wrapper, notes = wrap(net(dtype=torch.float32), bucket_cap_mb=TINY), BucketNotes()
     wrapper.register_comm_hook(None, lambda state, bucket: notes(state, bucket))
     return notes.indices, notes.last, train(wrapper, range(3))
 
 
 def test_a_hook_sees_buckets_as_torch_shows_them(pair: RankPool) -> None:
-    ours, theirs = pair.run(show_buckets, torchs=False), pair.run(show_buckets, torchs=True)
+    ours, theirs = under_both(pair, show_buckets)
     for indices, last, _ in [*ours, *theirs]:
         assert indices[-8:] == [0, 1, 2, 3] * 2  # torch's first window has one bucket only
         assert last[-8:] == [False, False, False, True] * 2
     assert_same([result[2] for result in ours], [result[2] for result in theirs], rtol=1e-5)
 
 
-def chain_collectives(torchs: bool) -> list[torch.Tensor]:
+def chain_collectives(wrap: Any) -> list[torch.Tensor]:
     """A hook whose second collective starts when the first has ended; rank 1 waits for both before it returns."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -919,14 +870,13 @@ def chain_collectives(torchs: bool) -> list[torch.Tensor]:
             future.wait()
         return future
 
-    wrapper: Any = wrap_torch(net()) if torchs else DistributedDataParallel(net(), bucket_cap_mb=HUGE)
+    wrapper = wrap(net(), bucket_cap_mb=HUGE)
     wrapper.register_comm_hook(None, hook)
     return train(wrapper, range(5))
 
 
 def test_the_collectives_that_a_hook_chains_are_not_mixed_up_with_the_engines_own(pair: RankPool) -> None:
-    theirs = pair.run(chain_collectives, torchs=True)
-    assert_same(pair.run(chain_collectives, torchs=False, timeout=15), theirs)
+    assert_same(*under_both(pair, chain_collectives))
 
 
 class WritesFrom:
@@ -965,8 +915,8 @@ def test_a_hook_may_write_into_its_bucket_at_any_window(pair: RankPool, window: 
         assert_same(result, expected)
 
 
-def power_from(start: int, register_at: int, torchs: bool) -> list[torch.Tensor]:
-    wrapper: Any = (wrap_torch if torchs else DistributedDataParallel)(net(dtype=torch.float32), bucket_cap_mb=HUGE)
+def power_from(start: int, register_at: int, wrap: Any) -> list[torch.Tensor]:
+    wrapper = wrap(net(dtype=torch.float32), bucket_cap_mb=HUGE)
     state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=start, min_compression_rate=1
     )
@@ -977,8 +927,7 @@ def power_from(start: int, register_at: int, torchs: bool) -> list[torch.Tensor]
 
 @pytest.mark.parametrize(("start", "register_at"), [(4, 0), (5, 0), (2, 2), (2, 3)])
 def test_power_sgd_may_begin_at_any_window(pair: RankPool, start: int, register_at: int) -> None:
-    theirs = pair.run(power_from, start, register_at, torchs=True)
-    assert_same(pair.run(power_from, start, register_at, torchs=False), theirs, rtol=1e-4)
+    assert_same(*under_both(pair, power_from, start, register_at), rtol=1e-4)
 
 
 def test_a_second_hook_is_refused() -> None:
@@ -986,12 +935,6 @@ def test_a_second_hook_is_refused() -> None:
     wrapper.register_comm_hook(None, debugging_hooks.noop_hook)
     with pytest.raises(MisuseError, match="once"):
         wrapper.register_comm_hook(None, debugging_hooks.noop_hook)
-
-
-def test_a_hook_that_is_not_callable_is_refused() -> None:
-    wrapper = DistributedDataParallel(net(), communicator=alone())
-    with pytest.raises(ConfigurationError, match="callable"):
-        wrapper.register_comm_hook(None, "allreduce")
 
 
 @pytest.mark.parametrize(
@@ -1058,11 +1001,10 @@ def test_a_compiled_model_trains_to_the_same_numbers(pair: RankPool, where: str)
 
 
 def join_training(
-    counts: Sequence[int], torchs: bool, kwargs: dict[str, Any], join: dict[str, Any], sharded: bool = False
+    counts: Sequence[int], kwargs: dict[str, Any], join: dict[str, Any], wrap: Any, sharded: bool = False
 ) -> list[Any]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    wrap: Any = wrap_torch if torchs else DistributedDataParallel
     wrapper, rank = wrap(own_statistics(net(norm=True), rank_here()), **kwargs), rank_here()
     optimizer: Any
     if sharded:
@@ -1089,30 +1031,26 @@ UNEVEN = {2: [[3, 1], [0, 2], [2, 0], [2, 2]], 3: [[3, 0, 1]], 4: [[1, 3, 0, 2],
 def test_uneven_inputs_give_torchs_numbers_and_one_model(process_ranks: RankPool, by_world_size: bool) -> None:
     join = {"divide_by_initial_world_size": by_world_size}
     for counts in UNEVEN[process_ranks.world_size]:
-        ours = process_ranks.run(join_training, counts, False, {}, join)
-        theirs = process_ranks.run(join_training, counts, True, {}, join)
+        ours, theirs = under_both(process_ranks, join_training, counts, {}, join)
         assert_same(ours, theirs)
         assert_same_bits([result[0] for result in ours])
 
 
 @pytest.mark.parametrize("kwargs", [{"bucket_cap_mb": TINY}, {"forward_sync_buffers": False}], ids=str)
 def test_uneven_inputs_give_torchs_numbers_with_other_settings(pair: RankPool, kwargs: dict[str, Any]) -> None:
-    ours = pair.run(join_training, [3, 1], False, kwargs, {})
-    theirs = pair.run(join_training, [3, 1], True, kwargs, {})
-    assert_same(ours, theirs)
+    assert_same(*under_both(pair, join_training, [3, 1], kwargs, {}))
 
 
 @pytest.mark.parametrize("counts", [[3, 1], [1, 3], [0, 2]], ids=str)
 def test_uneven_inputs_with_a_sharded_optimizer_give_the_plain_ones_numbers(pair: RankPool, counts: list[int]) -> None:
     # Under torch's wrapper the shard of a rank that has run out is stepped with that rank's last gradients.
-    sharded = pair.run(join_training, counts, False, {}, {}, sharded=True)
-    plain = pair.run(join_training, counts, False, {}, {})
+    sharded = pair.run(join_training, counts, {}, {}, wrap_ours, sharded=True)
+    plain = pair.run(join_training, counts, {}, {}, wrap_ours)
     assert_same(sharded, plain)
     assert_same_bits([result[0] for result in sharded])
 
 
-def join_accumulating(torchs: bool) -> list[Any]:
-    wrap: Any = wrap_torch if torchs else DistributedDataParallel
+def join_accumulating(wrap: Any) -> list[Any]:
     wrapper, rank = wrap(net(norm=True)), rank_here()
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
     with warnings.catch_warnings(), wrapper.join(divide_by_initial_world_size=False):
@@ -1126,7 +1064,7 @@ def join_accumulating(torchs: bool) -> list[Any]:
 
 
 def test_uneven_inputs_with_accumulation_give_torchs_numbers(pair: RankPool) -> None:
-    assert_same(pair.run(join_accumulating, torchs=False), pair.run(join_accumulating, torchs=True))
+    assert_same(*under_both(pair, join_accumulating))
 
 
 def join_then_train() -> list[torch.Tensor]:
@@ -1147,16 +1085,15 @@ def test_after_a_join_the_mean_is_over_all_ranks_again(pair: RankPool) -> None:
 
 @pytest.mark.parametrize("counts", [[3, 1], [0, 2]], ids=str)
 def test_early_termination_raises_on_all_ranks_if_asked_to(pair: RankPool, counts: list[int]) -> None:
-    results = pair.run(join_training, counts, False, {}, {"throw_on_early_termination": True}, expect_errors=True)
+    join = {"throw_on_early_termination": True}
+    results = pair.run(join_training, counts, {}, join, wrap_ours, expect_errors=True)
     assert [isinstance(result, RankError) and result.kind for result in results] == ["RuntimeError"] * 2
     assert "exhausted" in str(results[0])
     assert "exhausted" in str(results[1])
 
 
 def test_a_join_that_is_not_enabled_does_nothing(pair: RankPool) -> None:
-    join = {"enable": False}
-    ours, theirs = (pair.run(join_training, [2, 2], torchs, {}, join) for torchs in (False, True))
-    assert_same(ours, theirs)
+    assert_same(*under_both(pair, join_training, [2, 2], {}, {"enable": False}))
 
 
 def test_join_over_threads_says_what_is_missing() -> None:
@@ -1229,16 +1166,3 @@ def test_a_window_costs_one_collective_a_bucket(
         assert [windows[number - 1] for number in (4, 6, 7, 8)] == [["all_reduce"] * expected] * 4
         assert sum(map(len, windows)) <= 8 * expected + 1 + 3 * 2
         assert_same_bits([results[0][1], trained])
-
-
-def train_schedule(schedule: str) -> list[torch.Tensor]:
-    wrapper = DistributedDataParallel(net(), schedule=schedule, bucket_cap_mb=0.0003)  # type: ignore[arg-type]
-    return train(wrapper, range(5))
-
-
-def test_all_schedules_give_the_same_numbers(ranks: Ranks) -> None:
-    expected = train_alone(net(), range(5), ranks=range(ranks.world_size))
-    for schedule in ("naive", "bucketed", "overlapped"):
-        results = ranks.run(train_schedule, schedule)
-        assert_same(results[0], expected)
-        assert_same_bits(results)

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from gradsync import ConfigurationError, DistributedDataParallel, LayerDrop, MisuseError, synchronize_gradients
-from gradsync.communicator import InProcessWorld, choose_communicator
+from gradsync.communicator import choose_communicator
 from gradsync.core.bucket.control_flags import Requests
+from tests.parallel.training import alone, assert_same, assert_same_bits, gradients, rank_here
 from tests.ranks import RankError, RankPool, Ranks, ThreadRanks, pool_of
 
 WIDTH, LAYERS = 8, 6
@@ -89,18 +90,6 @@ def batch(rank: int, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def loss_of(model: nn.Module, rank: int, step: int, *args: Any) -> torch.Tensor:
     inputs, targets = batch(rank, step)
     return mse_loss(model(inputs, *args), targets)
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
-
-
-def rank_here() -> int:
-    return choose_communicator().rank
-
-
-def alone() -> Any:
-    return InProcessWorld(1).communicator(0)
 
 
 def reference(windows: Sequence[Sequence[Sequence[int]]], ranks: int, drop: float, head: bool) -> list[list[Any]]:
@@ -286,7 +275,7 @@ def test_gradients_are_exact_and_dropped_layers_have_none(ranks: Ranks, schedule
     results = ranks.run(run, 0.5, cap, schedule=schedule)
     expected = reference(results[0]["kept"], ranks.world_size, 0.5, True)
     for result in results:
-        torch.testing.assert_close(result["gradients"], expected, rtol=1e-12, atol=1e-13)
+        assert_same(result["gradients"], expected)
         torch.testing.assert_close(result["gradients"], results[0]["gradients"], rtol=0, atol=0)
 
 
@@ -295,7 +284,7 @@ def test_with_several_forwards_a_window_only_what_none_of_them_ran_is_absent(ran
     results = ranks.run(run, 0.6, cap, micro_batches=3)
     expected = reference(results[0]["kept"], ranks.world_size, 0.6, True)
     for result in results:
-        torch.testing.assert_close(result["gradients"], expected, rtol=1e-12, atol=1e-13)
+        assert_same(result["gradients"], expected)
     absent = [set(range(LAYERS)) - {block for ran in window for block in ran} for window in results[0]["kept"]]
     assert any(absent)  # else the test tests nothing
     assert not all(len(blocks) == LAYERS for blocks in absent)
@@ -327,7 +316,7 @@ def test_whole_buckets_may_vanish(ranks: Ranks, cap: float, head: bool) -> None:
     assert any(not window[0] for window in kept)  # all blocks gone at once
     expected = reference(kept, ranks.world_size, 0.9, head)
     for result in results:
-        torch.testing.assert_close(result["gradients"], expected, rtol=1e-12, atol=1e-13)
+        assert_same(result["gradients"], expected)
 
 
 class Leading(nn.Module):
@@ -367,7 +356,7 @@ def test_the_last_bucket_may_vanish_too(ranks: Ranks, cap: float) -> None:
             needed = WIDTH * 2 + 2 + PER_BLOCK * sum(blocks) // 2
             tail = 8 + ranks.world_size + Requests.PLACES
             assert needed <= elements <= needed + tail + (0 if number else WHO_COUNTS)
-        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+        assert_same_bits([result, results[0]])
 
 
 def uneven_windows() -> tuple[list[list[int]], list[Any]]:
@@ -388,7 +377,7 @@ def test_ranks_may_run_different_numbers_of_forwards_in_a_window() -> None:
         for step, kept in zip([0, 1] if rank == 0 else [1], ran, strict=True):
             (loss_of(straight, rank, step, kept) / 2).backward()
     for _, found in results:
-        torch.testing.assert_close(found, gradients(straight.model), rtol=1e-12, atol=1e-13)
+        assert_same(found, gradients(straight.model))
 
 
 def join_unevenly(counts: Sequence[int]) -> tuple[list[list[int]], list[torch.Tensor]]:
@@ -415,7 +404,7 @@ def test_a_rank_that_has_run_out_of_inputs_shadows_what_is_left() -> None:
         optimizer.step()
     for _, values in results:
         expected = [parameter.detach() for parameter in straight.parameters()]
-        torch.testing.assert_close(values, expected, rtol=1e-12, atol=1e-13)
+        assert_same(values, expected)
 
 
 def attach(drop: float) -> tuple[list[Any], list[Any]]:
@@ -432,7 +421,7 @@ def attach(drop: float) -> tuple[list[Any], list[Any]]:
 def test_it_works_without_a_wrapper(ranks: Ranks) -> None:
     for kept, found in ranks.run(attach, 0.5):
         expected = reference(kept, ranks.world_size, 0.5, True)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+        assert_same(found, expected)
 
 
 def train(steps: int) -> list[torch.Tensor]:
@@ -448,8 +437,7 @@ def train(steps: int) -> list[torch.Tensor]:
 
 def test_ranks_hold_the_same_bits_after_many_steps(process_ranks: RankPool) -> None:
     results = process_ranks.run(train, 40)
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+    assert_same_bits(results)
 
 
 # -- misuse -----------------------------------------------------------------------------------------------------------

@@ -10,16 +10,11 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from gradsync import ConfigurationError, DistributedDataParallel
-from gradsync.communicator import choose_communicator
 from gradsync.reduction import Cast
-from tests.ranks import RankPool, pool_of
+from tests.parallel.training import assert_same_bits, rank_here, values
+from tests.ranks import RankPool
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(scope="module")
-def pair() -> RankPool:
-    return pool_of(2)
 
 
 class Model(nn.Module):
@@ -52,20 +47,12 @@ def loss_of(model: nn.Module, rank: int, step: int = 0, dtype: torch.dtype = tor
     return mse_loss(model(inputs.to(dtype)).float(), targets)
 
 
-def rank_here() -> int:
-    return choose_communicator().rank
-
-
 def dtypes(model: nn.Module) -> set[torch.dtype]:
     return {parameter.dtype for parameter in model.parameters()}
 
 
 def seen_in(model: Model) -> set[torch.dtype]:
     return {dtype for forward in model.seen for dtype in forward.values()}
-
-
-def values(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -91,11 +78,6 @@ def mean(*of_ranks: list[torch.Tensor], wire: torch.dtype = torch.float32) -> li
 
 def assert_close(found: Any, expected: Any, rtol: float = 1e-6) -> None:
     torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol / 10)
-
-
-def assert_same_bits(results: Sequence[Any]) -> None:
-    for other in results[1:]:
-        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
 
 # -- on the wire ------------------------------------------------------------------------------------------------------

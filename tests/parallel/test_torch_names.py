@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from gradsync import ConfigurationError, DistributedDataParallel, MisuseError
 from gradsync.communicator import InProcessWorld
 from gradsync.errors import NotCallableError
-from tests.ranks import RankPool, pool_of
+from tests.ranks import RankPool
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -29,11 +28,6 @@ _match_unused_params_allreduce _module_wait_for_copy_hook _passing_sync_batchnor
 _register_delay_all_reduce_hook _root_copy_hook _run_ddp_forward _set_sparse_metadata _setup_in_backward_optimizers
 _sync_final_model _use_python_reducer logger reducer
 """
-
-
-@pytest.fixture(scope="module")
-def pair() -> RankPool:
-    return pool_of(2)
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -338,17 +332,6 @@ def test_the_engine_can_be_taken_off_and_the_model_wrapped_again(pair: RankPool)
     (mine, mean), (other, other_mean) = pair.run(engine_taken_off)
     assert not torch.equal(mine[0], other[0])
     same(mean, other_mean)
-
-
-def mesh_attribute() -> bool:
-    mesh = init_device_mesh("cuda" if dist.get_backend() == "nccl" else "cpu", (2,))
-    wrapper = DistributedDataParallel(net(), device_mesh=mesh)
-    assert not hasattr(DistributedDataParallel(net()), "device_mesh")  # as in torch
-    return wrapper.device_mesh is mesh
-
-
-def test_a_wrapper_over_a_mesh_shows_it(pair: RankPool) -> None:
-    assert pair.run(mesh_attribute) == [True, True]
 
 
 # -- copies -----------------------------------------------------------------------------------------------------------

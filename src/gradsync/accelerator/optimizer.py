@@ -12,8 +12,9 @@ from gradsync.accelerator.windows import ModelWindows
 from gradsync.base.errors import ConfigurationError
 from gradsync.core.engine.synchronizer import Synchronizer, synchronizer_of
 from gradsync.optim.sharded import OverlappedOptimizer, ShardedOptimizer
-from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, Synchronized
+from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer
 from gradsync.optim.sharded.mode import Mode
+from gradsync.parallel.accumulation import Accumulation
 
 __all__ = ["Overlap", "Overlapping", "PreparedOptimizer", "PreparedScheduler"]
 
@@ -37,7 +38,7 @@ class Overlapping:
                 "are gathered behind the next forward. Leave one of them out"
             )
 
-    def apply(self, optimizer: Optimizer, models: Sequence[Synchronized]) -> Optimizer:
+    def apply(self, optimizer: Optimizer, models: Sequence[Accumulation]) -> Optimizer:
         """``optimizer`` of one of ``models``, as it was asked for."""
         mode: Mode = "auto" if self.overlap == "auto" else "next-forward"
         if isinstance(optimizer, BucketOptimizer) or not (self.shards or self.overlap in ("next-forward", "auto")):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Choice, Communicator, InProcessWorld, choose_communicator, fit_communicator
@@ -19,18 +20,23 @@ from gradsync.core.engine.policy import BucketSize, PolicySettings, SyncPolicy
 from gradsync.core.engine.synchronizer import compiler_here
 from gradsync.core.reduction import Mean
 from gradsync.parallel.accumulation import Accumulation
-from gradsync.parallel.buffer_sync import InBackwardOptimizers, call_after_backward, choose_buffer_sync
-from gradsync.parallel.mixed_precision import LowPrecision, MixedPrecisionConfig
+from gradsync.parallel.forward_sync import (
+    ForwardSync,
+    call_after_backward,
+    choose_buffer_sync,
+    step_in_backward,
+    take_in_backward_optimizers,
+)
+from gradsync.parallel.mixed_precision import LowPrecision
 from gradsync.parallel.replica import Replica
 from gradsync.parallel.torch_names import (
-    Devices,
     TorchDDP,
     TorchNames,
+    checked_device_id,
     choose_ranks,
     default_reduction,
     refuse_cpu_sync_batch_norm,
 )
-from gradsync.parallel.uneven_inputs import UnevenInputs
 
 __all__ = ["DistributedDataParallel", "TrainingAlone"]
 
@@ -41,7 +47,7 @@ _TRANSIENT = (
 )
 
 
-class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module, Joinable):
+class DistributedDataParallel(ForwardSync, Accumulation, TorchNames, nn.Module, Joinable):
     """Wraps a module so that its gradients are averaged over all ranks during backward.
 
     Takes the arguments of ``torch.nn.parallel.DistributedDataParallel``. The following are accepted but have no effect,
@@ -65,7 +71,8 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
     _lazy_init_ran = False
     # The number of synchronizations that had ended when buffers were last considered.
     _ends = 0
-    _in_backward: InBackwardOptimizers | None = None
+    # The parameters that optimizers step as part of backward.
+    _in_backward: Sequence[nn.Parameter] = ()
 
     def __init__(
         self,
@@ -83,7 +90,7 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
         static_graph: bool = False,
         delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
         param_to_hook_all_reduce: nn.Parameter | None = None,
-        mixed_precision: MixedPrecisionConfig | None = None,
+        mixed_precision: _MixedPrecision | None = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
@@ -120,10 +127,10 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
             self.device_mesh = device_mesh
         self.module = module
         self.dim = dim
-        devices = Devices.of(self.replica.parameters, device_ids, output_device)
-        self.device, self.device_type = devices.device, devices.device.type
-        self.device_ids, self.output_device = devices.ids, devices.output
-        self.is_multi_device_module = devices.several
+        self.device, self.device_type = self.replica.device, self.replica.device.type
+        self.is_multi_device_module = len({parameter.device for parameter in self.replica.parameters}) > 1
+        self.output_device = checked_device_id(self.replica.parameters, device_ids, output_device)
+        self.device_ids = None if self.output_device is None else [self.output_device]
         refuse_cpu_sync_batch_norm(module, self.device_type)
         self.mixed_precision = mixed_precision
         self.find_unused_parameters = find_unused_parameters
@@ -136,9 +143,7 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
         self.forward_sync_buffers = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         if check_reduction:
             warnings.warn("`check_reduction` is deprecated: reductions are always checked", FutureWarning, stacklevel=2)
-        self._low_precision = (
-            LowPrecision(mixed_precision, module, self.parameters_to_ignore) if mixed_precision is not None else None
-        )
+        self._low_precision = LowPrecision.of(mixed_precision, module, self.parameters_to_ignore)
         sync_buffers = forward_sync_buffers is not None or self.forward_sync_buffers
         self._connect_to(transport, chosen.group, init_sync=init_sync, sync_buffers=sync_buffers)
         self.replica.watch(self)
@@ -231,8 +236,8 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
         if learning:
             self.synchronizer.end_forward(output)
             self._finish_buffers_after(output)
-            if self._in_backward is not None:
-                call_after_backward(output, partial(self._in_backward.step, self.synchronizer))
+            if self._in_backward:
+                call_after_backward(output, partial(step_in_backward, self._in_backward, self.synchronizer))
         elif self._low_precision is not None and not self._awaits_backward:
             self._low_precision.release_all()
         # As in torch: of consecutive forwards without gradients only the first takes rank 0's buffers, so ranks may
@@ -242,7 +247,7 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
 
     def _lazy_init(self) -> None:
         """Before the first backward: optimizers may be attached to parameters before or after wrapping."""
-        self._in_backward = InBackwardOptimizers.of(self.replica.parameters)
+        self._in_backward = take_in_backward_optimizers(self.replica.parameters)
         self._lazy_init_ran = True
 
     # -- copies, other groups --------------------------------------------------------------------------------------
@@ -263,11 +268,7 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
         enabled = state.pop("_synchronizes")
         super().__setstate__(state)
         self.replica = Replica(self.module, ignored=self.parameters_to_ignore, delayed=self._delayed)
-        self._low_precision = (
-            LowPrecision(self.mixed_precision, self.module, self.parameters_to_ignore)
-            if self.mixed_precision is not None
-            else None
-        )
+        self._low_precision = LowPrecision.of(self.mixed_precision, self.module, self.parameters_to_ignore)
         communicator = choose_communicator()
         self._connect_to(Choice.given(communicator), communicator.group)
         self.replica.watch(self)
@@ -281,10 +282,6 @@ class DistributedDataParallel(UnevenInputs, Accumulation, TorchNames, nn.Module,
         if dist.distributed_c10d._rank_not_in_group(new_process_group):
             return
         self.reconnect(Choice.given(choose_communicator(new_process_group)), self.current_policy())
-
-    def train_alone(self) -> "TrainingAlone":
-        """Train without the other ranks, until :meth:`TrainingAlone.end`."""
-        return TrainingAlone(self)
 
     def reconnect(self, transport: Choice, policy: SyncPolicy) -> None:
         """Switch to a different transport. As with a new process group, nothing is compared or broadcast; but ranks
@@ -339,14 +336,14 @@ class TrainingAlone:
 
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         self._wrapper = wrapper
-        self._wire, self._group, self._policy = wrapper.transport, wrapper.process_group, wrapper.current_policy()
+        self._transport, self._group, self._policy = wrapper.transport, wrapper.process_group, wrapper.current_policy()
         alone = Choice(communicator=InProcessWorld(1).communicator(0), reason="this rank trains by itself")
         # Communication hooks use their own group whatever the communicator is, and others may count windows.
         wrapper.reconnect(alone, dataclasses.replace(self._policy, reduction=Mean()))
 
     def end(self) -> None:
         """Average gradients over the previous ranks again. Collective, between two windows."""
-        self._wrapper.reconnect(self._wire, self._policy)
+        self._wrapper.reconnect(self._transport, self._policy)
         self._wrapper.process_group = self._group
 
     def give_up(self, reason: str) -> None:

@@ -6,28 +6,21 @@ back. Gradients are accumulated in the parameters' precision, which torch's impl
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from gradsync.core.engine.backward_watch import tensors_in
 
-__all__ = ["LowPrecision", "MixedPrecisionConfig"]
-
-
-class MixedPrecisionConfig(Protocol):
-    """The fields of ``torch.nn.parallel.distributed._MixedPrecision``."""
-
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    buffer_dtype: torch.dtype | None
+__all__ = ["LowPrecision"]
 
 
 class LowPrecision:
     """Swaps the values of parameters for low-precision copies and back."""
 
-    def __init__(self, config: MixedPrecisionConfig, module: nn.Module, ignored: set[str]) -> None:
+    def __init__(self, config: _MixedPrecision, module: nn.Module, ignored: set[str]) -> None:
         self.dtype = config.param_dtype
         self._parameters = [
             parameter
@@ -39,6 +32,11 @@ class LowPrecision:
             for name, buffer in module.named_buffers():
                 if name not in ignored and buffer.is_floating_point():
                     buffer.data = buffer.to(config.buffer_dtype)
+
+    @classmethod
+    def of(cls, config: _MixedPrecision | None, module: nn.Module, ignored: set[str]) -> Self | None:
+        """None where nothing was asked for."""
+        return None if config is None else cls(config, module, ignored)
 
     @torch.no_grad()
     def enter(self) -> None:

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -144,10 +144,24 @@ class Replica:
         return BucketTuner(clock, clock.seconds)
 
     def _described(self, policy: SyncPolicy) -> list[tuple[str, Any]]:
+        return [*self.described_parameters, *policy.described(), *described(self.recorder)]
+
+    @property
+    def described_parameters(self) -> list[tuple[str, Any]]:
+        """What two replicas must have in common, per parameter. Devices may differ."""
         return [
-            *_described_parameters(self.specs, [parameter.requires_grad for parameter in self.parameters]),
-            *policy.described(),
-            *described(self.recorder),
+            (
+                f"parameter {number} ({spec.name})",
+                {
+                    "shape": list(spec.shape),
+                    "dtype": str(spec.dtype),
+                    "stride": list(spec.stride),
+                    "requires_grad": parameter.requires_grad,
+                    "sparse": spec.sparse,
+                    "delayed": spec.delayed,
+                },
+            )
+            for number, (spec, parameter) in enumerate(zip(self.specs, self.parameters, strict=True))
         ]
 
     def note_registration(self, owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -179,24 +193,6 @@ class Replica:
             ]
             self._places = [each for each in named if each[2] not in self.ignored]
         return self._places
-
-
-def _described_parameters(specs: Sequence[ParameterSpec], trainable: Sequence[bool]) -> list[tuple[str, Any]]:
-    """What two replicas must have in common, per parameter. Devices may differ."""
-    return [
-        (
-            f"parameter {number} ({spec.name})",
-            {
-                "shape": list(spec.shape),
-                "dtype": str(spec.dtype),
-                "stride": list(spec.stride),
-                "requires_grad": requires_grad,
-                "sparse": spec.sparse,
-                "delayed": spec.delayed,
-            },
-        )
-        for number, (spec, requires_grad) in enumerate(zip(specs, trainable, strict=True))
-    ]
 
 
 def _check(module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:

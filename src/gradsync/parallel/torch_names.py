@@ -10,7 +10,6 @@ class is captured when gradsync is imported, whatever name it has later, and bot
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,16 +17,23 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator, choose_communicator
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.reduction import Cast, CommHook, Mean, Reduction
-from gradsync.parallel.mixed_precision import MixedPrecisionConfig
 from gradsync.parallel.replica import MIB, Replica
 
-__all__ = ["Devices", "TorchDDP", "TorchNames", "choose_ranks", "default_reduction", "refuse_cpu_sync_batch_norm"]
+__all__ = [
+    "TorchDDP",
+    "TorchNames",
+    "checked_device_id",
+    "choose_ranks",
+    "default_reduction",
+    "refuse_cpu_sync_batch_norm",
+]
 
 TorchDDP: Any = nn.parallel.DistributedDataParallel
 
@@ -210,37 +216,28 @@ class TorchNames:
 # -- arguments -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Devices:
-    """The devices of a module's parameters. ``ids`` has the number of the device inputs are moved to, and ``output``
-    that of the device outputs are moved to; None where nothing is moved."""
-
-    device: torch.device
-    several: bool
-    ids: list[int] | None = None
-    output: int | None = None
-
-    @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter], device_ids: Sequence[Any] | None, output_device: Any) -> "Devices":
-        """The requested devices, checked against those of the parameters."""
-        device, several = parameters[0].device, len({p.device for p in parameters}) > 1
-        if device_ids and len(device_ids) > 1:
-            raise ConfigurationError(f"device_ids must be None or hold one device, got {list(device_ids)}")
-        if device.type == "cpu" or several:
-            if device_ids or output_device is not None:
-                raise ConfigurationError(
-                    "device_ids and output_device are for modules on one GPU; this module's parameters are on "
-                    f"{sorted({str(p.device) for p in parameters})}. Leave both out"
-                )
-            return cls(device=device, several=several)
-        if not device_ids:
-            return cls(device=device, several=several)
-        index = torch.device(device_ids[0] if not isinstance(device_ids[0], int) else f"cuda:{device_ids[0]}").index
-        if index is not None and index != device.index:
+def checked_device_id(
+    parameters: Sequence[nn.Parameter], device_ids: Sequence[Any] | None, output_device: Any
+) -> int | None:
+    """The number of the device that inputs and outputs are moved to; None where nothing is moved."""
+    device = parameters[0].device
+    if device_ids and len(device_ids) > 1:
+        raise ConfigurationError(f"device_ids must be None or hold one device, got {list(device_ids)}")
+    if device.type == "cpu" or len({p.device for p in parameters}) > 1:
+        if device_ids or output_device is not None:
             raise ConfigurationError(
-                f"device_ids is {list(device_ids)}, but the module is on {device}. Move it there before you wrap it"
+                "device_ids and output_device are for modules on one GPU; this module's parameters are on "
+                f"{sorted({str(p.device) for p in parameters})}. Leave both out"
             )
-        return cls(device=device, several=several, ids=[device.index], output=device.index)
+        return None
+    if not device_ids:
+        return None
+    index = torch.device(device_ids[0] if not isinstance(device_ids[0], int) else f"cuda:{device_ids[0]}").index
+    if index is not None and index != device.index:
+        raise ConfigurationError(
+            f"device_ids is {list(device_ids)}, but the module is on {device}. Move it there before you wrap it"
+        )
+    return device.index
 
 
 def choose_ranks(
@@ -275,7 +272,7 @@ def choose_ranks(
     return choose_communicator(device_mesh.get_group(mesh_dim=0))
 
 
-def default_reduction(mixed_precision: MixedPrecisionConfig | None) -> Reduction:
+def default_reduction(mixed_precision: _MixedPrecision | None) -> Reduction:
     """The reduction used where none was given: narrow gradients, if ``mixed_precision`` asks for them."""
     dtype = None if mixed_precision is None else mixed_precision.reduce_dtype or mixed_precision.param_dtype
     return Mean() if dtype is None else Cast(dtype)

@@ -9,37 +9,49 @@ A cycle of ``every=6`` optimizer steps with two fragments that are merged one st
 A fragment must have arrived before the next is sent, so the delay is shorter than the interval between two of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator
-from gradsync.core.engine.synchronizer import Synchronizer, synchronizer_of
+from gradsync.core.engine.synchronizer import synchronizer_of
 from gradsync.core.reduction import Auto, Mean, Reduction, reduction_by_name
-from gradsync.optim.local_steps.exchange import Outer, OuterFactory, make_outer, wide
-from gradsync.parallel.data_parallel import TrainingAlone
+from gradsync.optim.sharded.states import check_groups
+from gradsync.parallel.data_parallel import DistributedDataParallel
 from gradsync.parallel.replica import Replica
 from gradsync.parallel.torch_names import TorchDDP
 
-__all__ = ["CheckedArguments", "Optimizers", "Settings", "check_state", "communicator_of", "cut"]
+__all__ = [
+    "Optimizers",
+    "Settings",
+    "check_state",
+    "checked_reduction",
+    "communicator_of",
+    "counted_optimizer",
+    "cut",
+    "described",
+    "replica_of",
+]
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """In ``every`` optimizer steps, each of the ``fragments`` is sent once, and merged ``delay`` steps later."""
+    """In ``every`` optimizer steps, each of the ``fragments`` is sent once, and merged ``delay`` steps later.
+
+    Raises ConfigurationError for numbers that make no valid schedule.
+    """
 
     every: int
     fragments: int = 1
     delay: int = 0
 
-    def check(self) -> None:
-        """Raise ConfigurationError for numbers that make no valid schedule."""
+    def __post_init__(self) -> None:
         for name, least, meaning in (
             ("every", 1, "optimizer steps between two synchronizations"),
             ("fragments", 1, "parts that are sent one after the other"),
@@ -84,85 +96,42 @@ def cut(sizes: Sequence[int], fragments: int) -> list[range]:
     return runs
 
 
-@runtime_checkable
-class Wrapped(Protocol):
-    """The part of a DistributedDataParallel that is needed here."""
-
-    replica: Replica
-    synchronizer: Synchronizer
-    communicator: Communicator
-
-    def train_alone(self) -> TrainingAlone: ...
-
-
 def communicator_of(model: Any) -> Communicator | None:
     """The communicator that averages the model's gradients, or would, if there is one."""
-    if isinstance(model, Wrapped):
+    if isinstance(model, DistributedDataParallel):
         return model.communicator
     parameters = model.parameters() if isinstance(model, nn.Module) else ()
     owner = next((owner for each in parameters if (owner := synchronizer_of(each)) is not None), None)
     return None if owner is None else owner.communicator
 
 
-class CheckedArguments:
-    """``parameters`` are the trained ones, with their ``specs``; ``alone`` stops a wrapper from averaging gradients;
-    the steps of ``optimizer`` are the ones that count."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizers, settings: Settings) -> None:
-        settings.check()
-        self._settings = settings
-        self.replica, self.alone = _look_at_model(model)
-        trained = [index for index, each in enumerate(self.replica.parameters) if each.requires_grad]
-        self.parameters = [self.replica.parameters[index] for index in trained]
-        self.specs = [self.replica.specs[index] for index in trained]
-        if settings.fragments > len(self.parameters):
-            raise ConfigurationError(
-                f"fragments={settings.fragments} cannot each have a parameter of a model that trains "
-                f"{len(self.parameters)}. Take fewer fragments"
-            )
-        self.optimizer = _look_at_optimizers(optimizer, self.parameters)
-
-    def choose(self, reduction: Reduction | str | None, outer: OuterFactory | None) -> None:
-        """Decide how means are computed, and of what."""
-        self.reduction = _look_at_reduction(reduction)
-        specs = wide(self.specs)
-        self.reduction.examine(specs)
-        self.outer: Outer | None = make_outer(outer, self.parameters, specs, exact=type(self.reduction) is Mean)
-
-    @property
-    def described(self) -> list[tuple[str, Any]]:
-        """What must be the same on all ranks."""
-        settings = self._settings
-        return [
-            ("every", settings.every),
-            ("fragments", settings.fragments),
-            ("delay", settings.delay),
-            ("reduction", repr(self.reduction)),
-            ("outer", "parameters are averaged" if self.outer is None else _in_words(self.outer.optimizer)),
-            *(
-                (
-                    f"parameter {number} ({spec.name})",
-                    {"shape": list(spec.shape), "dtype": str(spec.dtype), "requires_grad": parameter.requires_grad},
-                )
-                for number, (spec, parameter) in enumerate(
-                    zip(self.replica.specs, self.replica.parameters, strict=True)
-                )
-            ),
-            *(
-                (f"buffer {name}", {"shape": list(buffer.shape), "dtype": str(buffer.dtype)})
-                for name, buffer in self.replica.named_buffers.items()
-            ),
-        ]
+def described(
+    settings: Settings, replica: Replica, reduction: Reduction, outer: torch.optim.Optimizer | None
+) -> list[tuple[str, Any]]:
+    """What must be the same on all ranks."""
+    return [
+        ("every", settings.every),
+        ("fragments", settings.fragments),
+        ("delay", settings.delay),
+        ("reduction", repr(reduction)),
+        ("outer", "parameters are averaged" if outer is None else _in_words(outer)),
+        *replica.described_parameters,
+        *(
+            (f"buffer {name}", {"shape": list(buffer.shape), "dtype": str(buffer.dtype)})
+            for name, buffer in replica.named_buffers.items()
+        ),
+    ]
 
 
-def _look_at_model(model: Any) -> tuple[Replica, Callable[[], TrainingAlone] | None]:
-    if isinstance(model, Wrapped):
+def replica_of(model: Any) -> Replica:
+    """The replica of a model that may take local steps."""
+    if isinstance(model, DistributedDataParallel):
         if model.synchronizer.bucket_client is not None:
             raise ConfigurationError(
                 "a sharded optimizer has this model's parameters, and cannot take local steps: every rank has the "
                 "state of its own share only. Use a plain optimizer for them"
             )
-        return model.replica, model.train_alone
+        return model.replica
     if isinstance(model, TorchDDP):
         raise ConfigurationError(
             "LocalSteps got a model in torch's DistributedDataParallel, which would average gradients in every "
@@ -180,10 +149,11 @@ def _look_at_model(model: Any) -> tuple[Replica, Callable[[], TrainingAlone] | N
             "DistributedDataParallel itself, which LocalSteps can switch off, or detach() what synchronize_gradients "
             "returned"
         )
-    return replica, None
+    return replica
 
 
-def _look_at_optimizers(given: Any, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def counted_optimizer(given: Any, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer whose steps count."""
     optimizers = list(given) if isinstance(given, list | tuple) else [given]
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -203,7 +173,8 @@ def _look_at_optimizers(given: Any, parameters: Sequence[nn.Parameter]) -> torch
     return inner if isinstance(inner, torch.optim.Optimizer) else last
 
 
-def _look_at_reduction(given: Any) -> Reduction:
+def checked_reduction(given: Any) -> Reduction:
+    """The reduction that was given, by name or as an object; the exact mean by default."""
     reduction = Mean() if given is None else reduction_by_name(given) if isinstance(given, str) else given
     if not isinstance(reduction, Reduction) or isinstance(reduction, type):
         raise ConfigurationError(
@@ -211,8 +182,8 @@ def _look_at_reduction(given: Any) -> Reduction:
         )
     if isinstance(reduction, Auto):
         raise ConfigurationError(
-            "reduction='auto' weighs the wire against backward, behind which gradients travel, and local steps do not. "
-            "Name one, such as 'int8'"
+            "reduction='auto' compares communication with the backward that hides it, and none hides that of local "
+            "steps. Name one, such as 'int8'"
         )
     if reduction.scatters:
         raise ConfigurationError(
@@ -232,12 +203,13 @@ def _in_words(optimizer: torch.optim.Optimizer) -> str:
 KEYS = ("ranks", "step", "rounds", "next", "drift", "anchors", "outer", "reduction")
 
 
-# The state of an outer optimizer, and its anchors by name.
-Kept = tuple[torch.optim.Optimizer, Mapping[str, torch.Tensor]]
-
-
-def check_state(state: dict[str, Any], settings: Settings, outer: Kept | None) -> None:
-    """Raise ConfigurationError unless the state was saved by local steps like these."""
+def check_state(
+    state: dict[str, Any],
+    settings: Settings,
+    outer: torch.optim.Optimizer | None,
+    anchors: Mapping[str, torch.Tensor],
+) -> None:
+    """Raise ConfigurationError unless the state was saved by local steps like these, with these ``anchors`` by name."""
     missing = [key for key in KEYS if key not in state]
     if missing:
         raise ConfigurationError(f"no state of LocalSteps: {missing[0]!r} is missing. Pass what state_dict() gave")
@@ -254,9 +226,8 @@ def check_state(state: dict[str, Any], settings: Settings, outer: Kept | None) -
             "reduction of then, or do without it"
         )
     if outer is not None:
-        optimizer, anchors = outer
         _check_anchors(state["anchors"], anchors)
-        _check_groups(state["outer"], optimizer)
+        check_groups(state["outer"]["param_groups"], outer.param_groups)
 
 
 def _check_anchors(saved: Mapping[str, torch.Tensor], anchors: Mapping[str, torch.Tensor]) -> None:
@@ -273,12 +244,3 @@ def _check_anchors(saved: Mapping[str, torch.Tensor], anchors: Mapping[str, torc
                 f"the state belongs to another model: {name!r} has shape {tuple(saved[name].shape)} in it and "
                 f"{tuple(anchor.shape)} here. Load it with the model that it was saved with"
             )
-
-
-def _check_groups(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    theirs = [len(group["params"]) for group in saved["param_groups"]]
-    ours = [len(group["params"]) for group in optimizer.param_groups]
-    if theirs != ours:
-        raise ConfigurationError(
-            f"the saved outer optimizer has groups of {theirs} parameters, and this one of {ours}. Make it as it was"
-        )

@@ -12,9 +12,8 @@ masks have no mean; each rank keeps its own.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,16 +25,7 @@ from gradsync.core.bucket.precise import widened
 from gradsync.core.reduction import Mean, Reduction
 from gradsync.parallel.replica import Replica
 
-__all__ = [
-    "AveragedBuffers",
-    "Outer",
-    "OuterFactory",
-    "TensorExchange",
-    "is_averaging",
-    "make_outer",
-    "put_down",
-    "wide",
-]
+__all__ = ["AveragedBuffers", "Outer", "OuterFactory", "TensorExchange", "make_outer", "merge_into", "wide"]
 
 OuterFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -49,18 +39,10 @@ def wide(specs: Sequence[ParameterSpec]) -> list[ParameterSpec]:
     return widened(specs, torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fragment:
-    """Tensors that are sent together: their indices among all tensors, and the buckets they travel in."""
-
-    members: tuple[int, ...]
-    buckets: tuple[Bucket, ...]
-
-
 class TensorExchange:
     """Averages tensors over the ranks, through ``reduction``, fragment by fragment.
 
-    ``tensors`` are the current ones, and ``runs`` of neighbours are the fragments. :meth:`start` is told what to send;
+    ``tensors`` are the current ones, and ``runs`` of neighbours are the fragments. :meth:`start` sends some of them;
     :meth:`results` returns the means after :meth:`wait`.
     """
 
@@ -76,16 +58,13 @@ class TensorExchange:
         self.reduction = reduction
         self._communicator = communicator
         self._divisor = float(communicator.world_size)
-        layout, plans = _plan(self.specs, runs)
+        self.runs = runs
+        layout, self._numbers = _plan(self.specs, runs)
         parameters = [
             tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor.detach(), False)
             for tensor in tensors
         ]
-        buckets = [Bucket(plan, parameters, self.specs, communicator.allocate) for plan in layout.buckets]
-        self.fragments = [
-            Fragment(members=tuple(run), buckets=tuple(buckets[number] for number in numbers))
-            for run, numbers in zip(runs, plans, strict=True)
-        ]
+        self._buckets = [Bucket(plan, parameters, self.specs, communicator.allocate) for plan in layout.buckets]
         self._running: list[Handle] = []
         reduction.rebuilt(layout)
 
@@ -95,7 +74,7 @@ class TensorExchange:
     ) -> None:
         """Start sending ``tensors``, or what they lack of ``anchors``. All ranks send the same."""
         try:
-            for bucket in self._buckets(fragments):
+            for bucket in self._buckets_of(fragments):
                 self._fill(bucket, tensors, anchors)
                 self._running.append(self.reduction.start(bucket, self._communicator, self._divisor))
         except BaseException:
@@ -130,16 +109,16 @@ class TensorExchange:
         """The means, by the index of their tensors. They lie in buckets, and are valid until the next start."""
         return {
             slot.parameter: view
-            for bucket in self._buckets(fragments)
+            for bucket in self._buckets_of(fragments)
             for slot, view in zip(bucket.plan.slots, bucket.views, strict=True)
         }
 
-    def _buckets(self, fragments: Sequence[int]) -> list[Bucket]:
-        return [bucket for number in fragments for bucket in self.fragments[number].buckets]
+    def _buckets_of(self, fragments: Sequence[int]) -> list[Bucket]:
+        return [self._buckets[number] for fragment in fragments for number in self._numbers[fragment]]
 
 
 @torch.no_grad()
-def put_down(tensor: torch.Tensor, value: torch.Tensor, sent: torch.Tensor | None) -> None:
+def merge_into(tensor: torch.Tensor, value: torch.Tensor, sent: torch.Tensor | None) -> None:
     """Set ``tensor`` to the new value, and add what it has changed since it was ``sent``, where that was kept."""
     if sent is not None:
         # Not a sum: a rank that took no step must end with the exact bits of one that kept nothing, even of minus zero.
@@ -170,33 +149,33 @@ class AveragedBuffers:
         self._replica = replica
         named = {name: each for name, each in replica.named_buffers.items() if each.is_floating_point()}
         self._specs = [ParameterSpec.of(name, buffer) for name, buffer in named.items()]
-        self._sent: list[torch.Tensor] | None = None
+        # Those that are being sent, as they were where that is needed.
+        self._sent: list[torch.Tensor | None] = []
         self._exchange: TensorExchange | None = None
         if named:
             runs = [range(len(named))]
             self._exchange = TensorExchange(list(named.values()), self._specs, runs, Mean(), communicator)
 
-    def start(self, *, keep: bool) -> bool:
-        """Start sending them; False if there are none. ``keep``: they change before they are merged."""
+    def start(self, *, keep: bool) -> None:
+        """Start sending them. ``keep``: they change before they are merged."""
         if self._exchange is None:
-            return False
+            return
         buffers = self._current()
-        self._sent = [buffer.clone() for buffer in buffers] if keep else None
+        self._sent = [buffer.clone() if keep else None for buffer in buffers]
         self._exchange.start([0], buffers, None)
-        return True
 
     def wait(self) -> None:
-        """Wait for the means."""
-        assert self._exchange is not None
-        self._exchange.wait()
+        """Wait for the means, if they were sent."""
+        if self._exchange is not None:
+            self._exchange.wait()
 
     def finish(self) -> None:
-        """Write the means back, and add what has been learned since they were sent."""
-        assert self._exchange is not None
-        sent, self._sent = self._sent, None
-        means = self._exchange.results([0])
-        for index, buffer in enumerate(self._current()):
-            put_down(buffer, means[index], None if sent is None else sent[index])
+        """Write the means back, if they were sent, and add what has been learned since."""
+        sent, self._sent = self._sent, []
+        if self._exchange is not None and sent:
+            means = self._exchange.results([0])
+            for index, buffer in enumerate(self._current()):
+                merge_into(buffer, means[index], sent[index])
 
     def _current(self) -> list[torch.Tensor]:
         named = self._replica.named_buffers
@@ -224,7 +203,7 @@ class Outer:
         self.anchors, self.optimizer = list(anchors), optimizer
 
     @torch.no_grad()
-    def drop(self, parameters: Sequence[torch.Tensor]) -> None:
+    def reset(self, parameters: Sequence[torch.Tensor]) -> None:
         """Set the anchors to the current parameters."""
         for anchor, parameter in zip(self.anchors, parameters, strict=True):
             anchor.copy_(parameter)
@@ -251,7 +230,7 @@ def make_outer(
     if factory is None:
         if exact:
             return None
-        factory = _one_whole_step
+        factory = functools.partial(torch.optim.SGD, lr=1.0)
     if not callable(factory):
         raise ConfigurationError(
             "outer makes an optimizer of parameters, as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, "
@@ -270,22 +249,14 @@ def make_outer(
     own = {id(anchor) for anchor in anchors}
     if own != {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}:
         raise ConfigurationError("outer must make an optimizer of all parameters that it is given, and of no other")
-    return None if exact and is_averaging(optimizer) else Outer(anchors, optimizer)
+    return None if exact and _is_averaging(optimizer) else Outer(anchors, optimizer)
 
 
-def _one_whole_step(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
-def is_averaging(optimizer: torch.optim.Optimizer) -> bool:
+def _is_averaging(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step from an anchor by the outer gradient always ends at the mean of the parameters."""
-    return type(optimizer) is torch.optim.SGD and all(_is_plain(group) for group in optimizer.param_groups)
-
-
-def _is_plain(group: dict[str, Any]) -> bool:
-    lr = group["lr"]
-    return (
-        not isinstance(lr, torch.Tensor)
-        and lr == 1.0
+    return type(optimizer) is torch.optim.SGD and all(
+        not isinstance(group["lr"], torch.Tensor)
+        and group["lr"] == 1.0
         and not (group["momentum"] or group["weight_decay"] or group["nesterov"] or group["maximize"])
+        for group in optimizer.param_groups
     )

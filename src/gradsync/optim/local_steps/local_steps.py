@@ -14,7 +14,7 @@ parameters are unchanged, the ranks are out of step, and this object refuses to 
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -22,22 +22,35 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from gradsync.base.errors import GradsyncError, MisuseError
+from gradsync.base.errors import ConfigurationError, GradsyncError, MisuseError
 from gradsync.communicator import Communicator, choose_communicator, fit_communicator
 from gradsync.communicator.agreement import make_together, require_agreement
 from gradsync.communicator.logs import log_errors
-from gradsync.core.reduction import Reduction
+from gradsync.core.bucket import ParameterSpec
+from gradsync.core.reduction import Mean, Reduction
 from gradsync.health.watch import set_watch
 from gradsync.optim.local_steps.arguments import (
-    CheckedArguments,
     Optimizers,
     Settings,
     check_state,
+    checked_reduction,
     communicator_of,
+    counted_optimizer,
     cut,
+    described,
+    replica_of,
 )
-from gradsync.optim.local_steps.exchange import AveragedBuffers, Outer, OuterFactory, TensorExchange, put_down
-from gradsync.optim.local_steps.progress import Agreed, Notice, Wish, meet
+from gradsync.optim.local_steps.exchange import (
+    AveragedBuffers,
+    Outer,
+    OuterFactory,
+    TensorExchange,
+    make_outer,
+    merge_into,
+    wide,
+)
+from gradsync.optim.local_steps.progress import Agreed, Intent, negotiate
+from gradsync.parallel.data_parallel import DistributedDataParallel, TrainingAlone
 from gradsync.parallel.replica import broadcast_tensors
 
 __all__ = ["LocalSteps"]
@@ -45,12 +58,11 @@ __all__ = ["LocalSteps"]
 
 @dataclass(kw_only=True)
 class _Sending:
-    """What is being sent: fragments, with a copy of their parameters if ``steps_left`` are to be taken before they are
-    merged, and perhaps buffers."""
+    """The fragments that are being sent, with a copy of their parameters if ``steps_left`` are to be taken before they
+    are merged."""
 
     fragments: tuple[int, ...]
     sent: dict[int, torch.Tensor]
-    buffers: bool
     steps_left: int
 
 
@@ -82,25 +94,35 @@ class LocalSteps:
         delay: int = 0,
         group: Any = None,
     ) -> None:
-        self.settings = Settings(every=every, fragments=fragments, delay=delay)
         known = group if isinstance(group, Communicator) else communicator_of(model) if group is None else None
         chosen = choose_communicator(group) if known is None else known
 
-        def look() -> CheckedArguments:
-            parts = CheckedArguments(model, optimizer, self.settings)
-            parts.choose(reduction, outer)
-            return parts
+        def check() -> tuple[torch.optim.Optimizer, list[ParameterSpec], Reduction]:
+            self.settings = Settings(every=every, fragments=fragments, delay=delay)
+            self._replica = replica_of(model)
+            trained = [index for index, each in enumerate(self._replica.parameters) if each.requires_grad]
+            self._parameters = [self._replica.parameters[index] for index in trained]
+            specs = [self._replica.specs[index] for index in trained]
+            if fragments > len(specs):
+                raise ConfigurationError(
+                    f"fragments={fragments} cannot each have a parameter of a model that trains {len(specs)}. Take "
+                    "fewer fragments"
+                )
+            counted, sent = counted_optimizer(optimizer, self._parameters), checked_reduction(reduction)
+            sent.examine(wide(specs))
+            self._outer: Outer | None = make_outer(outer, self._parameters, wide(specs), exact=type(sent) is Mean)
+            return counted, specs, sent
 
-        parts = make_together(chosen, "prepare local steps", look)
-        self._communicator = known or fit_communicator(chosen, parts.replica.device).communicator
-        require_agreement(self._communicator, "what LocalSteps was given", parts.described)
-        broadcast_tensors([*parts.replica.parameters, *parts.replica.buffers], self._communicator)
+        counted, specs, sent = make_together(chosen, "prepare local steps", check)
+        self._communicator = known or fit_communicator(chosen, self._replica.device).communicator
+        given = described(self.settings, self._replica, sent, self.outer)
+        require_agreement(self._communicator, "what LocalSteps was given", given)
+        broadcast_tensors([*self._replica.parameters, *self._replica.buffers], self._communicator)
         set_watch(self._communicator)
-        self._replica, self._parameters, self._outer = parts.replica, parts.parameters, parts.outer
         if self._outer is not None:
-            self._outer.drop(self._parameters)
-        runs = cut([spec.nbytes for spec in parts.specs], fragments)
-        self._exchange = TensorExchange(self._parameters, parts.specs, runs, parts.reduction, self._communicator)
+            self._outer.reset(self._parameters)
+        runs = cut([spec.nbytes for spec in specs], fragments)
+        self._exchange = TensorExchange(self._parameters, specs, runs, sent, self._communicator)
         self._buffers = AveragedBuffers(self._replica, self._communicator)
         self._schedule = self.settings.schedule
         self._step = self._rounds = 0
@@ -110,9 +132,10 @@ class LocalSteps:
         # As text: an exception would keep everything alive that its traceback refers to.
         self._failure: str | None = None
         self._closed = False
-        self._alone = None if parts.alone is None else parts.alone()
+        # Stops a wrapper from averaging gradients.
+        self._alone = TrainingAlone(model) if isinstance(model, DistributedDataParallel) else None
         # The hook holds this object, and nothing here holds the optimizer: no cycle keeps the model alive.
-        self._hook = parts.optimizer.register_step_post_hook(self._after_step)
+        self._hook = counted.register_step_post_hook(self._after_step)
 
     def __repr__(self) -> str:
         settings, state = self.settings, "closed" if self._closed else f"step {self._step} of a cycle"
@@ -146,7 +169,7 @@ class LocalSteps:
         if self._step == self.settings.every:
             self._step = 0
         if due is not None:
-            self._meet(Wish.FRAGMENT)
+            self._run_round(Intent.FRAGMENT)
 
     def synchronize(self) -> None:
         """Send everything now and merge it: afterwards all ranks hold the same bits, and the cycle starts again.
@@ -154,7 +177,7 @@ class LocalSteps:
         All ranks call it, for instance before they save. It takes part in the rounds of ranks that are not there yet.
         """
         self._require_usable()
-        self._meet_until_whole(Wish.EVERYTHING)
+        self._run_until_whole(Intent.EVERYTHING)
 
     def finish(self) -> None:
         """Synchronize everything for the last time, when all ranks have reached their end, and :meth:`close`.
@@ -164,7 +187,7 @@ class LocalSteps:
         if self._closed:
             return
         self._require_usable()
-        while not self._meet_until_whole(Wish.FINISH).finished:
+        while not self._run_until_whole(Intent.FINISH).finished:
             pass
         # All ranks are here.
         alone, self._alone = self._alone, None
@@ -182,7 +205,7 @@ class LocalSteps:
         if self._alone is not None:
             self._alone.give_up(
                 "local steps of this model were closed before finish(), so that parameters may differ between ranks. "
-                "Wrap the module anew, which takes those of rank 0, or load a checkpoint into it before"
+                "Wrap the module again, which takes those of rank 0, or load a checkpoint into it before"
             )
             self._alone = None
 
@@ -199,36 +222,36 @@ class LocalSteps:
             elif issubclass(kind, Exception) and self._failure is None and not self._closed:
                 # The others wait for this rank, or will: tell them that it is not coming.
                 with log_errors("telling the other ranks failed"):
-                    self._meet(Wish.FAILED)
+                    self._run_round(Intent.FAILED)
         finally:
             self.close()
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
-    def _meet_until_whole(self, wish: Wish) -> Agreed:
-        while not (agreed := self._meet(wish)).whole:
+    def _run_until_whole(self, intent: Intent) -> Agreed:
+        while not (agreed := self._run_round(intent)).whole:
             pass
         return agreed
 
-    def _meet(self, wish: Wish) -> Agreed:
+    def _run_round(self, intent: Intent) -> Agreed:
         """Run one round, including what others ask for; see :mod:`gradsync.optim.local_steps.progress`. Collective."""
-        try:
+        with self._noting_failure():
             self._merge()
-            misfit = None if wish is Wish.FAILED else self._misfit()
-            notice = Notice(
-                round=self._rounds,
-                fragment=self._next,
-                wish=wish if misfit is None else Wish.FAILED,
-                drift=tuple(self._drift),
-            )
+            misfit = None if intent is Intent.FAILED else self._misfit()
             if misfit is not None:
                 # The others are told first: they are waiting.
                 with suppress(GradsyncError):
-                    meet(self._communicator, notice)
-                raise MisuseError(f"{misfit}. finish() before you change it, and make LocalSteps anew")
-            agreed = meet(self._communicator, notice)
-            self._send(agreed, delay=self.settings.delay if wish is Wish.FRAGMENT else 0)
+                    negotiate(self._communicator, self._rounds, self._next, Intent.FAILED, self._drift)
+                raise MisuseError(f"{misfit}. finish() before you change it, and make a new LocalSteps")
+            agreed = negotiate(self._communicator, self._rounds, self._next, intent, self._drift)
+            self._send(agreed, delay=self.settings.delay if intent is Intent.FRAGMENT else 0)
             return agreed
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """After an error inside, ranks are out of step, and this object refuses to go on."""
+        try:
+            yield
         except BaseException as failure:
             self._failure = f"{type(failure).__name__}: {failure}"
             raise
@@ -254,15 +277,16 @@ class LocalSteps:
         self._next = 0 if last else self._next + 1
         sent = {}
         if delay:
-            members = [index for number in agreed.fragments for index in self._exchange.fragments[number].members]
+            members = [index for number in agreed.fragments for index in self._exchange.runs[number]]
             sent = {index: parameters[index].detach().clone() for index in members}
         self._exchange.start(agreed.fragments, parameters, None if self._outer is None else self._outer.anchors)
-        buffers = last and self._buffers.start(keep=delay > 0)
+        if last:
+            self._buffers.start(keep=delay > 0)
         for number in agreed.fragments:
             self._drift[number] = 0
         if agreed.whole:
             self._step = 0
-        self._running = _Sending(fragments=agreed.fragments, sent=sent, buffers=buffers, steps_left=delay)
+        self._running = _Sending(fragments=agreed.fragments, sent=sent, steps_left=delay)
         if not delay:
             self._merge()
 
@@ -272,32 +296,27 @@ class LocalSteps:
         running, self._running = self._running, None
         if running is None:
             return
-        try:
+        with self._noting_failure():
             self._exchange.wait()
-            if running.buffers:
-                self._buffers.wait()
+            self._buffers.wait()
             means = self._exchange.results(running.fragments)
             values: Sequence[torch.Tensor] | dict[int, torch.Tensor] = means
             if self._outer is not None and means:
                 self._outer.step(means)
                 values = self._outer.anchors
             for index in means:
-                put_down(self._parameters[index], values[index], running.sent.get(index))
-            if running.buffers:
-                self._buffers.finish()
-        except BaseException as failure:
-            self._failure = f"{type(failure).__name__}: {failure}"
-            raise
+                merge_into(self._parameters[index], values[index], running.sent.get(index))
+            self._buffers.finish()
 
     def _require_usable(self) -> None:
         if self._failure is not None:
             raise MisuseError(
                 f"a synchronization of local steps has failed ({self._failure}), and "
-                "ranks are out of step. Call close(), and make LocalSteps anew on all ranks, or begin anew from a "
+                "ranks are out of step. Call close(), and make a new LocalSteps on all ranks, or start again from a "
                 "checkpoint"
             )
         if self._closed:
-            raise MisuseError("these local steps are finished. Make LocalSteps anew on all ranks to go on")
+            raise MisuseError("these local steps are finished. Make a new LocalSteps on all ranks to go on")
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
@@ -332,8 +351,7 @@ class LocalSteps:
         if self._running is not None:
             raise MisuseError("load_state_dict() was called while a fragment is on its way. Call synchronize() before")
         outer = self._outer
-        kept = None if outer is None else (outer.optimizer, dict(self._named_anchors(outer)))
-        check_state(state, self.settings, kept)
+        check_state(state, self.settings, self.outer, {} if outer is None else dict(self._named_anchors(outer)))
         if state["ranks"] == self._communicator.world_size:
             # First, because it may refuse what it is given.
             self._exchange.reduction.load_state_dict(copy.deepcopy(state["reduction"]))

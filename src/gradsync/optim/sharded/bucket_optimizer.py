@@ -5,33 +5,32 @@ Between two backwards such an optimizer has the mean of this rank's share of eve
 :mod:`gradsync.optim.sharded.optimizer` and :mod:`gradsync.optim.sharded.overlapped`.
 """
 
-import inspect
 import itertools
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, overload
+from typing import Any, get_args, overload
 
 import torch
 from torch import nn
 
 from gradsync.base.errors import ConfigurationError, MisuseError
-from gradsync.communicator import Communicator, Handle
+from gradsync.communicator import Handle, scattering_over
 from gradsync.core.bucket import Bucket, BucketCaps
 from gradsync.core.bucket.sizes import SMALLEST_BUCKET
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.reduction import Cast, Mean, Reduction, ScatteredMean
 from gradsync.core.reduction.shared_gradient import SharedGradient
-from gradsync.optim.sharded.gather import AwaitedParameter, await_before_forward
-from gradsync.optim.sharded.mode import ChosenMode, Mode, check_mode
+from gradsync.optim.sharded.gather import AwaitedParameter, Gathers, await_before_forward
+from gradsync.optim.sharded.mode import ChosenMode, Mode
 from gradsync.optim.sharded.share import is_narrow
 from gradsync.optim.sharded.states import indexed
-from gradsync.parallel.replica import Replica
+from gradsync.parallel.accumulation import Accumulation
 
-__all__ = ["BucketOptimizer", "Options", "Synchronized", "constructor_options", "trained_parameters"]
+__all__ = ["BucketOptimizer", "Options", "synchronizer_in"]
 
 # One entry per parameter group.
 Options = list[dict[str, Any]]
@@ -42,36 +41,27 @@ PIECES = 11
 PIECES_AT_ONCE = 16
 
 
-class Synchronized(Protocol):
-    """A model whose gradients are synchronized: a DistributedDataParallel, or what synchronize_gradients returns."""
-
-    @property
-    def synchronizer(self) -> Synchronizer: ...
-
-    @property
-    def replica(self) -> Replica: ...
-
-
 class BucketOptimizer(torch.optim.Optimizer):
     """An optimizer of ``groups`` of parameters of ``model`` that works in the buckets of its engine, or, where ``mode``
     says plain, beside them."""
 
     _is_ready = False
     _is_closed = False
-    # The communicator for reduce-scatters.
-    _wire: Communicator
 
-    def __init__(self, model: Synchronized, groups: Options, defaults: dict[str, Any], mode: Mode) -> None:
-        check_mode(mode)
+    def __init__(self, model: Accumulation, groups: Options, defaults: dict[str, Any], mode: Mode) -> None:
+        if mode not in get_args(Mode):
+            raise ConfigurationError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
         self.mode = mode
-        self._synchronizer = _synchronizer_of(model)
+        self._synchronizer = synchronizer_in(model)
         super().__init__(groups, defaults)
         self._check_parameters(self.param_groups)
         self._steps = 0
         # The optimizers that this one replaces, and that other objects may still hold.
         self._stands_for: list[torch.optim.Optimizer] = []
         self._plain_caps: BucketCaps | None = None
-        self._prepare()
+        device = self._synchronizer.parameters[0].device
+        self._scatter_communicator = scattering_over(self._synchronizer.communicator, device)
+        self._gathers = Gathers(device)
         self._move_in()
         await_before_forward(model.replica.module)
         self._is_ready = True
@@ -79,16 +69,12 @@ class BucketOptimizer(torch.optim.Optimizer):
     # -- what the subclasses do ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _prepare(self) -> None:
-        """Called once, before it becomes the client of the buckets."""
-
-    @abstractmethod
     def _update(self) -> None:
         """Use the means. Everything from the previous step has arrived."""
 
     @abstractmethod
-    def flush(self) -> None:
-        """Wait until all parameters have their new values."""
+    def _take_group(self, group: dict[str, Any]) -> None:
+        """A further group was added."""
 
     @abstractmethod
     def move_out(self) -> None:
@@ -150,12 +136,16 @@ class BucketOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} needs means, or shares of them, and {before!r} sends something else. Wrap the "
                 "model without it"
             )
-        scattered = ScatteredMean(None if isinstance(before, Mean) else before.dtype, self._wire)
+        scattered = ScatteredMean(None if isinstance(before, Mean) else before.dtype, self._scatter_communicator)
         # The precise copies of narrow parameters exist in shares only.
         if self.mode == "next-forward" or needs_shares:
             return scattered
         # Parameter hooks hold the reduction. They must not hold the optimizer, whose engine removes them.
         return ChosenMode(self.whole, scattered, partial(type(self)._mode_changed, weakref.proxy(self)))
+
+    def flush(self) -> None:
+        """Wait until all parameters have their new values."""
+        self._gathers.finish()
 
     def leave(self) -> None:
         """The buckets are needed for gradients: :class:`~gradsync.core.engine.gradient_store.BucketClient`."""
@@ -227,7 +217,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         if self._synchronizer.is_detached:
             raise MisuseError(
                 "the engine that this optimizer shares out was detached from the model, or the model was given another "
-                "process group. Make the optimizer anew, and load the state of this one"
+                "process group. Make a new optimizer, and load the state of this one"
             )
         if self._synchronizer.steps_locally and self._scatters:
             raise MisuseError(
@@ -244,13 +234,13 @@ class BucketOptimizer(torch.optim.Optimizer):
         return loss
 
     @contextmanager
-    def told_to_others(self) -> Iterator[None]:
+    def _aborting_on_error(self) -> Iterator[None]:
         """An error inside is raised on this rank alone: abort the communicators, so that the others do not wait."""
         try:
             yield
         except BaseException as error:
-            wires = {self._wire, self._synchronizer.communicator} if self._scatters else ()
-            for communicator in wires:
+            in_use = {self._scatter_communicator, self._synchronizer.communicator} if self._scatters else ()
+            for communicator in in_use:
                 communicator.abort(f"its optimizer raised {type(error).__name__}: {error}")
             raise
 
@@ -268,6 +258,11 @@ class BucketOptimizer(torch.optim.Optimizer):
     def _all_options(self) -> Options:
         return [self._group_options(number) for number in range(len(self.param_groups))]
 
+    def _load_options(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Take the options of saved groups, which are like these."""
+        for group, options in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
+
     def _group_options(self, number: int) -> dict[str, Any]:
         return {key: value for key, value in self.param_groups[number].items() if key != "params"}
 
@@ -275,7 +270,7 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     def _require_open(self) -> None:
         if self._is_closed:
-            raise MisuseError("this optimizer was closed: its model's gradients are another's. Make an optimizer anew")
+            raise MisuseError("this optimizer was closed: its model's gradients are another's. Make a new optimizer")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add further parameters of the model. All ranks must do the same."""
@@ -289,10 +284,6 @@ class BucketOptimizer(torch.optim.Optimizer):
         self._check_parameters([param_group])
         super().add_param_group(param_group)
         self._take_group(self.param_groups[-1])
-
-    @abstractmethod
-    def _take_group(self, group: dict[str, Any]) -> None:
-        """A further group was added."""
 
     def __getstate__(self) -> dict[str, Any]:
         raise MisuseError(
@@ -321,17 +312,6 @@ class BucketOptimizer(torch.optim.Optimizer):
             self._synchronizer.reduce_with(self._reduction_before)
 
 
-def constructor_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The constructor arguments of an optimizer like this one, besides its parameters."""
-    accepted = inspect.signature(type(optimizer)).parameters
-    return {name: value for name, value in optimizer.defaults.items() if name in accepted}
-
-
-def trained_parameters(model: Synchronized) -> list[nn.Parameter]:
-    """The default parameters of an optimizer that is given none."""
-    return [parameter for parameter in _synchronizer_of(model).parameters if parameter.requires_grad]
-
-
 def _drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Awaited parameters would each be asked before access. So their class is switched off, all in one call: no Python
     code runs meanwhile, and so no signal handler, which may read parameters."""
@@ -339,7 +319,8 @@ def _drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
     torch._C._disabled_torch_function_impl(deque, (), (setting, 0), {})
 
 
-def _synchronizer_of(model: Any) -> Synchronizer:
+def synchronizer_in(model: Any) -> Synchronizer:
+    """The synchronizer of a model that was wrapped, or of an attachment."""
     synchronizer = getattr(model, "synchronizer", None)
     if not isinstance(synchronizer, Synchronizer):
         raise ConfigurationError(

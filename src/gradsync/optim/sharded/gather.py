@@ -31,7 +31,7 @@ from gradsync.base.errors import GradsyncError
 from gradsync.core.reduction.shared_gradient import WITHOUT_VALUES
 from gradsync.optim.sharded.update_thread import UpdateThread, end_records_at_once
 
-__all__ = ["AwaitedParameter", "Gather", "Gathers", "await_before_forward", "told_later"]
+__all__ = ["AwaitedParameter", "Gather", "Gathers", "await_before_forward", "error_for_later"]
 
 # What says nothing of values, and need not wait for them. Python runs none of its own code inside of these: a signal
 # handler would find the class of parameters switched off there.
@@ -118,7 +118,7 @@ class Gather:
     def fail(self, error: BaseException) -> None:
         """The values will never arrive, unless they have been started."""
         if self._arrive is None and self._error is None:
-            self._error = told_later(error)
+            self._error = error_for_later(error)
 
     def finish_here(self) -> None:
         """:meth:`finish`, on the thread that may change parameters."""
@@ -187,7 +187,7 @@ def _make(gathers: Sequence[Gather], make: Callable[[Sequence[Gather]], None]) -
             gather.release()
 
 
-def told_later(error: BaseException) -> Exception:
+def error_for_later(error: BaseException) -> Exception:
     """The exception for later readers: an interrupt is raised once, where it occurred."""
     if isinstance(error, Exception):
         return error

@@ -12,27 +12,21 @@ every rank where steps are plain, else in shares.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
-from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator
 from gradsync.core.bucket import Bucket
 from gradsync.core.reduction import Reduction, ScatteredMean
 from gradsync.core.reduction.auto import SIZES_CHOSEN_AFTER, ByTrial, in_ms
 from gradsync.core.reduction.measurement import TRIAL
 
-__all__ = ["DECIDED_AFTER", "ChosenMode", "Mode", "check_mode"]
+__all__ = ["DECIDED_AFTER", "ChosenMode", "Mode"]
 
 Mode = Literal["next-forward", "plain", "auto"]
 
 # Each trial ends after this many further windows: of plain steps, of the next forward, of plain steps again.
 TRIALS = (TRIAL + 2, 2 * (TRIAL + 2), 3 * (TRIAL + 2))
 DECIDED_AFTER = SIZES_CHOSEN_AFTER + TRIALS[-1]
-
-
-def check_mode(mode: str) -> None:
-    if mode not in get_args(Mode):
-        raise ConfigurationError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
 
 
 class ChosenMode(ByTrial):
@@ -82,8 +76,8 @@ class ChosenMode(ByTrial):
     def _conclude(self, communicator: Communicator) -> bool:
         gains, plain, behind = self._verdict()
         if gains:
-            chosen, words, mine, other = "next-forward", "communication runs behind the next forward", behind, plain
+            chosen, words, mine, other = "next-forward", "communication overlaps the next forward", behind, plain
         else:
             chosen, words, mine, other = "plain", "steps wait for the whole mean", plain, behind
-        self._decide(chosen, f"{words} from now on: {in_ms(mine)} a step, as against {in_ms(other)}", communicator)
+        self._decide(chosen, f"{words} from now on: {in_ms(mine)} per step instead of {in_ms(other)}", communicator)
         return self._become(gains)

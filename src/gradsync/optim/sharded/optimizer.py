@@ -13,6 +13,7 @@ An all-reduce is a reduce-scatter and an all-gather: the same bytes are sent. Bu
 between backward and step, the optimizer's work is divided by the number of ranks, and so is its state.
 """
 
+import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -21,23 +22,26 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from gradsync.base.errors import MisuseError
-from gradsync.communicator import Handle, HierarchicalCommunicator, SharedMemoryCommunicator, scattering_over
+from gradsync.base.errors import ConfigurationError, MisuseError
+from gradsync.communicator import Handle, HierarchicalCommunicator, SharedMemoryCommunicator
 from gradsync.communicator.agreement import make_together
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.precise import NARROW, restore_gradients
-from gradsync.optim.sharded.bucket_optimizer import (
-    BucketOptimizer,
-    Synchronized,
-    constructor_options,
-    trained_parameters,
-)
-from gradsync.optim.sharded.element_wise import require_element_wise
-from gradsync.optim.sharded.gather import Gather, Gathers
+from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, synchronizer_in
+from gradsync.optim.sharded.gather import Gather
 from gradsync.optim.sharded.mode import Mode
-from gradsync.optim.sharded.segments import MASTER, ParameterState, Segments
-from gradsync.optim.sharded.share import Part, Place, Share
-from gradsync.optim.sharded.states import check_groups, from_parameter, gather_states, indexed, to_parameter
+from gradsync.optim.sharded.segments import Segments
+from gradsync.optim.sharded.share import Part, Share
+from gradsync.optim.sharded.states import (
+    ParameterState,
+    check_groups,
+    from_parameter,
+    gather_states,
+    indexed,
+    is_wide,
+    to_parameter,
+)
+from gradsync.parallel.accumulation import Accumulation
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -60,30 +64,34 @@ class ShardedOptimizer(BucketOptimizer):
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
-        model: Synchronized,
+        model: Accumulation,
         params: Iterable[Any] | None = None,
         *,
         mode: Mode = "next-forward",
         **options: Any,
     ) -> None:
-        require_element_wise(optimizer_class, options)
+        _require_element_wise(optimizer_class, options)
         self._class, self._options = optimizer_class, options
-        given = trained_parameters(model) if params is None else list(params)
+        trained = (parameter for parameter in synchronizer_in(model).parameters if parameter.requires_grad)
+        given = list(trained if params is None else params)
         # Defines what the groups of this class look like, and updates what has no place in a bucket.
         self._outside = optimizer_class(given, **options)
         groups = [{**group, "params": list(group["params"])} for group in self._outside.param_groups]
         # The state in the form of a plain optimizer's, and when it was consolidated.
         self._consolidated: dict[int, dict[str, Any]] | None = None
         self._consolidated_at = -1
+        # None while steps are plain.
+        self._segments: Segments | None = None
         super().__init__(model, groups, self._outside.defaults, mode)
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, model: Synchronized, mode: Mode = "next-forward") -> Self:
+    def of(cls, optimizer: torch.optim.Optimizer, model: Accumulation, mode: Mode = "next-forward") -> Self:
         """An optimizer like ``optimizer``, with its groups, options and state, sharded over the ranks of ``model``.
 
         The groups are the same objects: a scheduler that was created with the original also drives this one.
         """
-        state, options = optimizer.state_dict(), constructor_options(optimizer)
+        state, accepted = optimizer.state_dict(), inspect.signature(type(optimizer)).parameters
+        options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
         made = cls(type(optimizer), model, [dict(group) for group in optimizer.param_groups], mode=mode, **options)
         if state["state"]:
             made.load_state_dict(state)
@@ -94,15 +102,6 @@ class ShardedOptimizer(BucketOptimizer):
         return made
 
     # -- in the buckets of the engine ------------------------------------------------------------------------------
-
-    def _prepare(self) -> None:
-        communicator, device = self._synchronizer.communicator, self._synchronizer.parameters[0].device
-        self._wire = scattering_over(communicator, device)
-        # None while steps are plain.
-        self._segments: Segments | None = None
-        self._gathers = Gathers(device)
-        # Ranks that share memory are faster in the communicator's own memory, where parameters do not lie.
-        self._through_bucket = isinstance(communicator, SharedMemoryCommunicator | HierarchicalCommunicator)
 
     def move_out(self) -> None:
         if self._segments is not None:
@@ -120,19 +119,22 @@ class ShardedOptimizer(BucketOptimizer):
         states: dict[int, ParameterState] = {}
         for index, state in self._all_states():
             if index in parts:
-                states[index] = _part_of(state, parts[index])
+                states[index] = state.part(parts[index])
             elif index not in inside:
                 self._rest(index, state)
         numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         group_of = {index: numbers[id(p)] for index, p in enumerate(self._synchronizer.parameters) if id(p) in numbers}
-        self._segments = Segments(shares, group_of, self._make, states) if self._scatters else None
+        # Ranks that share memory are faster in the communicator's own memory, where parameters do not lie.
+        own = isinstance(self._synchronizer.communicator, SharedMemoryCommunicator | HierarchicalCommunicator)
+        self._segments = Segments(shares, group_of, self._make, states, through_bucket=own) if self._scatters else None
         self._update_outside({id(parameter) for bucket in buckets for parameter in bucket.parameters})
 
     def _all_states(self) -> Iterator[tuple[int, ParameterState]]:
         """The state of every parameter that has any. Collective."""
         synchronizer = self._synchronizer
         if self._segments is not None:
-            yield from gather_states(self._segments, synchronizer.communicator)
+            for share in self._segments.shares:
+                yield from gather_states(share, self._segments.states(share), synchronizer.communicator)
         for index, parameter in enumerate(synchronizer.parameters):
             if self._outside.state.get(parameter):
                 yield index, from_parameter(self._outside.state[parameter], parameter, synchronizer.specs[index])
@@ -164,14 +166,14 @@ class ShardedOptimizer(BucketOptimizer):
         """
         options, segments = self._all_options(), self._segments
         if segments is None:
-            with self.told_to_others():
+            with self._aborting_on_error():
                 self._step_outside(options)
             return
         self._synchronizer.use_up_gradients()
         by_need = segments.shares[::-1]
 
         def make(gathers: Sequence[Gather]) -> None:
-            with self.told_to_others():
+            with self._aborting_on_error():
                 self._step_outside(options)
             self._step_shares(segments, options, dict(zip(by_need, gathers, strict=False)))
 
@@ -181,16 +183,16 @@ class ShardedOptimizer(BucketOptimizer):
     def _step_shares(
         self, segments: Segments, options: Sequence[dict[str, Any]], gathers: Mapping[Share, Gather]
     ) -> None:
-        segments.place(self._synchronizer.parameters, through_bucket=self._through_bucket)
+        segments.place(self._synchronizer.parameters)
         changing = segments.prepare()
         # From here on parameters are neither old nor new. The bucket that started last holds what is needed first. It
         # is sent while the others are updated.
         by_need = segments.shares[::-1]
         for shares in by_need[:1], by_need[1:]:
-            with self.told_to_others():
+            with self._aborting_on_error():
                 segments.update(options, [segment for segment in changing if segment.share in shares])
             for share in shares:
-                share.put_down()
+                share.fill_sent()
                 # Not through the reduce-scatter communicator: Gloo's own gather uses less of a core.
                 handle = self._start_gather(share.bucket, share.gathered, share.sent)
                 gathers[share].started(partial(self._arrive, share, handle))
@@ -208,14 +210,10 @@ class ShardedOptimizer(BucketOptimizer):
             # Means of narrow parameters may be wide, and this is a plain optimizer. But a parameter that has left its
             # bucket temporarily has a state that is wide, too.
             narrow = [p for p in indexed(self._outside.param_groups) if p.dtype in NARROW]
-            restore_gradients([p for p in narrow if not _is_wide(self._outside.state.get(p, {}), p)])
+            restore_gradients([p for p in narrow if not is_wide(self._outside.state.get(p, {}), p)])
             # This step has already been checked.
             with self._synchronizer.switched(steps_locally=True):
                 self._outside.step()
-
-    def flush(self) -> None:
-        """Wait until all parameters have their new values."""
-        self._gathers.finish()
 
     def close(self) -> None:
         super().close()
@@ -271,7 +269,7 @@ class ShardedOptimizer(BucketOptimizer):
         }
         parts = self._parts()
         self._load(
-            {index: _part_of(whole, parts[index]) if index in parts else whole for index, whole in wholes.items()},
+            {index: whole.part(parts[index]) if index in parts else whole for index, whole in wholes.items()},
             state_dict["param_groups"],
         )
 
@@ -279,13 +277,12 @@ class ShardedOptimizer(BucketOptimizer):
     def _load(self, states: Mapping[int, ParameterState], groups: Sequence[Mapping[str, Any]]) -> None:
         """Load ``states``: this rank's part of those in its shares, and the whole of all others."""
         self.flush()
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        self._load_options(groups)
         parts, inside = self._parts(), self._inside()
         self._outside.state.clear()
         for index, state in states.items():
             if index not in inside:
-                self._rest(index, _narrowed(state, self._synchronizer.parameters[index]))
+                self._rest(index, state.narrowed(self._synchronizer.parameters[index]))
         if self._segments is not None:
             self._segments.cut({index: state for index, state in states.items() if index in parts})
         self._consolidated = None
@@ -312,13 +309,16 @@ class ShardedOptimizer(BucketOptimizer):
         self.flush()
         specs, parts = self._synchronizer.specs, self._parts()
         states = {} if self._segments is None else self._segments.states()
-        mine = {specs[index].name: (state, self._place(index, parts)) for index, state in states.items()}
+        mine = {
+            specs[index].name: (state, parts[index].inside.start, specs[index].bucket_numel)
+            for index, state in states.items()
+        }
         if self._synchronizer.communicator.rank == 0:
             # The same on every rank.
             for index, parameter in enumerate(self._synchronizer.parameters):
                 if self._outside.state.get(parameter):
                     state = from_parameter(self._outside.state[parameter], parameter, specs[index])
-                    mine[specs[index].name] = state, self._place(index, parts)
+                    mine[specs[index].name] = state, 0, specs[index].bucket_numel
         return pieces_of(mine, self._all_options())
 
     def load_sharded(self, checkpoint: "str | PathLike[str] | StorageReader", name: str = "optimizer") -> None:
@@ -338,8 +338,12 @@ class ShardedOptimizer(BucketOptimizer):
         reader = make_together(
             communicator, "read the checkpoint", lambda: StateReader(checkpoint, name, sizes, groups)
         )
-        places = {specs[i].name: self._place(i, parts) for i in wanted if i in parts or i not in inside}
-        states, options = reader.read(places, self._synchronizer.parameters[0].device, communicator.group)
+        needed = {
+            specs[i].name: parts[i].inside if i in parts else slice(0, specs[i].bucket_numel)
+            for i in wanted
+            if i in parts or i not in inside
+        }
+        states, options = reader.read(needed, self._synchronizer.parameters[0].device, communicator.group)
         numbers = {spec.name: index for index, spec in enumerate(specs)}
         self._load({numbers[parameter]: self._placed(state) for parameter, state in states.items()}, options)
 
@@ -351,31 +355,36 @@ class ShardedOptimizer(BucketOptimizer):
                 state.scalars[key] = value.to(device) if isinstance(value, torch.Tensor) else value
         return state
 
-    def _place(self, index: int, parts: Mapping[int, Part]) -> Place:
-        whole, part = self._synchronizer.specs[index].bucket_numel, parts.get(index)
-        if part is None:
-            return Place(whole=whole, offset=0, count=whole)
-        return Place(whole=whole, offset=part.offset, count=part.stop - part.start)
+
+_ELEMENT_WISE = {
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta),
+    *(torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop),
+    torch.optim.ASGD,
+}
+_WHY_NOT = {
+    "LBFGS": "it multiplies whole gradients with each other, and evaluates its closure several times",
+    "SparseAdam": "it is made for sparse gradients, which are averaged on all ranks",
+    "Adafactor": "it keeps sums of the rows and columns of a matrix",
+    "Muon": "it orthogonalizes whole matrices",
+}
 
 
-def _is_wide(state: Mapping[str, Any], parameter: nn.Parameter) -> bool:
-    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.shape == parameter.shape]
-    return any(value.is_floating_point() and value.dtype != parameter.dtype for value in tensors)
-
-
-def _narrowed(state: ParameterState, parameter: nn.Parameter) -> ParameterState:
-    """The state as a plain optimizer keeps it: in the parameter's own dtype, without a more precise copy of it."""
-    dtype = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
-    tensors = {
-        key: value.to(dtype) if value.is_floating_point() else value
-        for key, value in state.tensors.items()
-        if key != MASTER
-    }
-    return ParameterState(tensors=tensors, scalars=state.scalars)
-
-
-def _part_of(whole: ParameterState, part: Part) -> ParameterState:
-    """The part of a parameter's state that a rank with this part keeps."""
-    place = slice(part.offset, part.offset + part.stop - part.start)
-    tensors = {key: value[place].to(part.parameter.device, copy=True) for key, value in whole.tensors.items()}
-    return ParameterState(tensors=tensors, scalars=whole.scalars)
+def _require_element_wise(optimizer_class: Any, settings: dict[str, Any]) -> None:
+    """Raise unless parts of a flattened parameter may be updated separately."""
+    if not inspect.isclass(optimizer_class) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"ShardedOptimizer needs the class of an optimizer, such as torch.optim.AdamW, got {optimizer_class!r}. "
+            "It makes the optimizer itself, over the shares"
+        )
+    name = optimizer_class.__name__
+    declared = getattr(optimizer_class, "element_wise", None)
+    if declared is False or (declared is None and optimizer_class not in _ELEMENT_WISE):
+        reason = _WHY_NOT.get(name) if optimizer_class.__module__.startswith("torch.optim") else None
+        raise ConfigurationError(
+            f"{name} is not known to update each element by itself"
+            + (f": {reason}" if reason else "")
+            + ", so parameters cannot be shared out in flat pieces. If it does, say so with a class attribute "
+            "element_wise = True; if it does not, use it as a plain optimizer"
+        )
+    if settings.get("differentiable"):
+        raise ConfigurationError("differentiable=True needs whole parameters, and a sharded optimizer has shares")

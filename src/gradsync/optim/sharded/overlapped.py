@@ -29,14 +29,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradsync.base.errors import ConfigurationError, MisuseError
-from gradsync.communicator import Handle, scattering_over
+from gradsync.communicator import Handle
 from gradsync.core.bucket import Bucket
 from gradsync.core.reduction.shared_gradient import SharedGradient
-from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, Options, Synchronized
-from gradsync.optim.sharded.element_wise import require_parameter_wise
-from gradsync.optim.sharded.gather import Gather, Gathers, told_later
+from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, Options
+from gradsync.optim.sharded.gather import Gather, error_for_later
 from gradsync.optim.sharded.mode import Mode
 from gradsync.optim.sharded.states import check_groups, indexed
+from gradsync.parallel.accumulation import Accumulation
 
 __all__ = ["OverlappedOptimizer"]
 
@@ -59,7 +59,7 @@ Gradients = Mapping[ShadowParameter, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PutOffStep:
+class DeferredStep:
     """One deferred step of ``optimizers`` over shadow parameters, made of several updates. Each uses the ``options`` of
     all groups from when the step was called; what they write there is collected in ``written``, once per step."""
 
@@ -93,7 +93,7 @@ class PutOffStep:
     def _step(self, number: int, optimizer: torch.optim.Optimizer, gradients: Mapping[int, torch.Tensor]) -> None:
         groups = optimizer.param_groups
         all_of_them = [group["params"] for group in groups]
-        for group, options in zip(groups, copied(self.options[number : number + len(groups)]), strict=True):
+        for group, options in zip(groups, _copied(self.options[number : number + len(groups)]), strict=True):
             group.update(options)
             group["params"] = [shadow for shadow in group["params"] if id(shadow) in gradients]
         shadows: list[nn.Parameter] = list(chain.from_iterable(group["params"] for group in groups))
@@ -111,7 +111,7 @@ class PutOffStep:
                 group["params"] = params
                 old = self.options[place]
                 changed = {key: value for key, value in group.items() if key != "params"}
-                changed = {key: value for key, value in changed.items() if not is_equal(value, old.get(key))}
+                changed = {key: value for key, value in changed.items() if not _is_equal(value, old.get(key))}
                 self.written.setdefault(place, {}).update(changed)
 
 
@@ -130,13 +130,18 @@ class OverlappedOptimizer(BucketOptimizer):
     that for all. With ``mode="auto"`` this is tried against plain steps, and the faster of the two is kept.
     """
 
-    def __init__(self, model: Synchronized, *optimizers: torch.optim.Optimizer, mode: Mode = "next-forward") -> None:
+    def __init__(self, model: Accumulation, *optimizers: torch.optim.Optimizer, mode: Mode = "next-forward") -> None:
         for optimizer in optimizers:
-            _require_plain(optimizer)
+            _require_parameter_wise(optimizer)
         if not optimizers:
             raise ConfigurationError("OverlappedOptimizer needs at least one optimizer of the model, got none")
         self._originals = optimizers
         groups = [{**group} for optimizer in optimizers for group in optimizer.param_groups]
+        self._shadows = {id(p): ShadowParameter(p) for p in indexed(groups)}
+        self._inner = [_on_shadows(optimizer, self._shadows) for optimizer in optimizers]
+        self._inside: list[Bucket] = []
+        # The step whose updates may not all have been made.
+        self._running: DeferredStep | None = None
         super().__init__(model, groups, {}, mode)
         # Schedulers look at this.
         self.defaults = {key: value for optimizer in optimizers for key, value in optimizer.defaults.items()}
@@ -150,15 +155,6 @@ class OverlappedOptimizer(BucketOptimizer):
         yield optimizer.register_state_dict_pre_hook(_refuse)
         yield optimizer.register_load_state_dict_pre_hook(_refuse)
 
-    def _prepare(self) -> None:
-        self._wire = scattering_over(self._synchronizer.communicator, self._synchronizer.parameters[0].device)
-        self._shadows = {id(p): ShadowParameter(p) for p in indexed(self.param_groups)}
-        self._inner = [doubled(optimizer, self._shadows) for optimizer in self._originals]
-        self._gathers = Gathers(self._synchronizer.parameters[0].device)
-        self._inside: list[Bucket] = []
-        # Optimizers whose updates may not all have been made.
-        self._running: PutOffStep | None = None
-
     # -- in the buckets of the engine ------------------------------------------------------------------------------
 
     def move_out(self) -> None:
@@ -170,7 +166,7 @@ class OverlappedOptimizer(BucketOptimizer):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def _update(self) -> None:
-        with self.told_to_others():
+        with self._aborting_on_error():
             for optimizer in self._originals:
                 for hook in list(optimizer._optimizer_step_pre_hooks.values()):
                     if hook is not _refuse:
@@ -181,7 +177,7 @@ class OverlappedOptimizer(BucketOptimizer):
                 hook(optimizer, (), {})
 
     def _begin_step(self) -> None:
-        step = PutOffStep(options=copied(self._all_options()), optimizers=self._inner)
+        step = DeferredStep(options=_copied(self._all_options()), optimizers=self._inner)
         inside = {id(parameter) for bucket in self._inside for parameter in bucket.parameters}
         outside = [p for p in indexed(self.param_groups) if id(p) not in inside]
         busy = {id(self._shadows[id(p)].itself) for p in indexed(self.param_groups) if p.grad is not None}
@@ -190,7 +186,7 @@ class OverlappedOptimizer(BucketOptimizer):
 
         def make(gathers: Sequence[Gather]) -> None:
             self._running = step
-            with self.told_to_others():
+            with self._aborting_on_error():
                 step.update({self._shadows[id(p)]: p.grad for p in outside if p.grad is not None})
                 step.count([busy.isdisjoint(map(id, indexed(optimizer.param_groups))) for optimizer in self._inner])
             if not by_need:
@@ -228,8 +224,8 @@ class OverlappedOptimizer(BucketOptimizer):
         self._await_gather(bucket, handle)
         update()
 
-    def _use(self, step: PutOffStep, gradients: Mapping[ShadowParameter, torch.Tensor]) -> None:
-        with self.told_to_others():
+    def _use(self, step: DeferredStep, gradients: Mapping[ShadowParameter, torch.Tensor]) -> None:
+        with self._aborting_on_error():
             step.update(gradients)
 
     def flush(self) -> None:
@@ -237,15 +233,13 @@ class OverlappedOptimizer(BucketOptimizer):
         self._gathers.finish(self._finish_step if self._running is not None else None)
 
     def _finish_step(self) -> None:
-        step, self._running = self._running, None
-        if step is not None:
-            self._hand_back(step)
-
-    def _hand_back(self, step: PutOffStep) -> None:
         """Copy back what optimizers have written into their groups, unless the groups were changed since the step."""
+        step, self._running = self._running, None
+        if step is None:
+            return
         for number, written in step.written.items():
             mine, old = self.param_groups[number], step.options[number]
-            mine.update({key: value for key, value in written.items() if is_equal(mine.get(key), old.get(key))})
+            mine.update({key: value for key, value in written.items() if _is_equal(mine.get(key), old.get(key))})
 
     # -- groups and state ------------------------------------------------------------------------------------------
 
@@ -300,8 +294,7 @@ class OverlappedOptimizer(BucketOptimizer):
         self._require_open()
         check_groups(state_dict["param_groups"], self.param_groups)
         self.flush()
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        self._load_options(state_dict["param_groups"])
         first = 0
         for optimizer in self._inner:
             packed = optimizer.state_dict()
@@ -325,11 +318,12 @@ class _Once:
         try:
             self._action()
         except BaseException as error:
-            self._error = told_later(error)
+            self._error = error_for_later(error)
             raise
 
 
-def _require_plain(optimizer: Any) -> None:
+def _require_parameter_wise(optimizer: Any) -> None:
+    """Raise unless parameters may be updated one after the other, in several calls of its step."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
             f"OverlappedOptimizer takes optimizers of the model's parameters, got {type(optimizer).__name__}"
@@ -338,7 +332,21 @@ def _require_plain(optimizer: Any) -> None:
         raise ConfigurationError(
             f"{type(optimizer).__name__} lives in the buckets already. OverlappedOptimizer takes plain optimizers"
         )
-    require_parameter_wise(optimizer)
+    kind = type(optimizer)
+    name = kind.__name__
+    if kind is torch.optim.LBFGS:
+        raise ConfigurationError(
+            "LBFGS looks at all gradients at once, and evaluates its closure several times a step, so nothing can be "
+            "left to the next forward. Use it as a plain optimizer"
+        )
+    declared = getattr(kind, "parameter_wise", None) or getattr(kind, "element_wise", None)
+    if not declared and getattr(torch.optim, name, None) is not kind:
+        raise ConfigurationError(
+            f"{name} is not known to update each parameter by its own gradient alone, which a step needs that is made "
+            "of one update for each bucket. If it does, and counts its steps in the state of parameters or in its "
+            f"groups, say so with {name}.parameter_wise = True. If it looks at all gradients at once, to clip them by "
+            "their norm for instance, or counts in an attribute, use it as a plain optimizer"
+        )
 
 
 def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -348,7 +356,7 @@ def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     )
 
 
-def doubled(optimizer: torch.optim.Optimizer, shadows: Mapping[int, ShadowParameter]) -> torch.optim.Optimizer:
+def _on_shadows(optimizer: torch.optim.Optimizer, shadows: Mapping[int, ShadowParameter]) -> torch.optim.Optimizer:
     """The same optimizer with the same state, over the shadows of its parameters, by their ids."""
     double: torch.optim.Optimizer = object.__new__(type(optimizer))
     # Schedulers replace the optimizer's step by their own, which steps the original.
@@ -363,14 +371,14 @@ def doubled(optimizer: torch.optim.Optimizer, shadows: Mapping[int, ShadowParame
     return double
 
 
-def copied(options: Options) -> Options:
+def _copied(options: Options) -> Options:
     return [
         {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
         for group in options
     ]
 
 
-def is_equal(first: Any, second: Any) -> bool:
+def _is_equal(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
     return bool(first == second)

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.optim.sharded.segments import ParameterState
-from gradsync.optim.sharded.share import Place
+from gradsync.optim.sharded.states import ParameterState
 
 __all__ = ["StateReader", "pieces_of"]
 
@@ -35,45 +34,45 @@ STATE, GROUPS = "state", "param_groups"
 class CheckpointPiece(torch.Tensor):
     """Part of a flat tensor, with the attributes that torch's planners ask for."""
 
-    place: Place
     local: torch.Tensor
+    whole: torch.Size
+    stored: ChunkStorageMetadata
 
     @classmethod
-    def of(cls, values: torch.Tensor, place: Place) -> "CheckpointPiece":
+    def of(cls, values: torch.Tensor, offset: int, whole: int) -> "CheckpointPiece":
+        """``values`` are the elements from ``offset`` on, of ``whole``."""
         piece: CheckpointPiece = torch.Tensor._make_subclass(cls, values.detach())
-        piece.local, piece.place = values.detach(), place
+        piece.local, piece.whole = values.detach(), torch.Size([whole])
+        piece.stored = ChunkStorageMetadata(offsets=torch.Size([offset]), sizes=values.shape)
         return piece
 
     def size(self, dim: Any = None) -> Any:
         """The size of the whole, which a planner compares with what was saved."""
-        whole = torch.Size([self.place.whole])
-        return whole if dim is None else whole[dim]
+        return self.whole if dim is None else self.whole[dim]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        data = TensorWriteData(
-            chunk=_chunk(self.place), properties=TensorProperties.create_from_tensor(self.local), size=self.size()
-        )
-        index = MetadataIndex(fqn, _chunk(self.place).offsets)
-        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+        properties = TensorProperties.create_from_tensor(self.local)
+        data = TensorWriteData(chunk=self.stored, properties=properties, size=self.whole)
+        return [WriteItem(MetadataIndex(fqn, self.stored.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(self.place)]
+        return [self.stored]
 
     def __get_tensor_shard__(self, _: MetadataIndex) -> torch.Tensor:
         return self.local
 
 
-def _chunk(place: Place) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size([place.offset]), sizes=torch.Size([place.count]))
-
-
 def pieces_of(
-    states: Mapping[str, tuple[ParameterState, Place]], groups: Sequence[Mapping[str, Any]]
+    states: Mapping[str, tuple[ParameterState, int, int]], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What this rank saves: its ``states`` by the names of parameters, and the options of ``groups``."""
+    """What this rank saves: its ``states`` by the names of parameters, and the options of ``groups``. The tensors of
+    a state begin at an offset in the parameter, which has a number of elements."""
     state = {
-        name: {**_scalars(state), **{key: CheckpointPiece.of(value, place) for key, value in state.tensors.items()}}
-        for name, (state, place) in states.items()
+        name: {
+            **_scalars(state),
+            **{key: CheckpointPiece.of(value, offset, whole) for key, value in state.tensors.items()},
+        }
+        for name, (state, offset, whole) in states.items()
     }
     return {STATE: state, GROUPS: [dict(group) for group in groups]}
 
@@ -83,8 +82,8 @@ def _scalars(state: ParameterState) -> dict[str, Any]:
 
 
 class StateReader:
-    """Reads what a checkpoint has under ``name`` of an optimizer with this number of ``groups``, for parameters that
-    have ``places``. ``sizes`` are those of all its parameters: what does not fit is refused on every rank."""
+    """Reads what a checkpoint has under ``name`` of an optimizer with this number of ``groups``. ``sizes`` are those of
+    all its parameters: what does not fit is refused on every rank."""
 
     def __init__(
         self,
@@ -129,25 +128,25 @@ class StateReader:
                 )
 
     def read(
-        self, places: Mapping[str, Place], device: torch.device, group: Any
+        self, needed: Mapping[str, slice], device: torch.device, group: Any
     ) -> tuple[dict[str, ParameterState], list[dict[str, Any]]]:
-        """States of the parameters that have ``places``, and options of all groups. Collective over ``group``, if there
-        is one."""
-        wanted = {name: self._wanted(name, place, device) for name, place in places.items()}
+        """States of the ``needed`` elements of parameters, and options of all groups. Collective over ``group``, if
+        there is one."""
+        wanted = {name: self._wanted(name, elements, device) for name, elements in needed.items()}
         options = [{key: _memory(known) for key, known in each.items()} for each in self._options]
         found: dict[str, Any] = {STATE: {name: each for name, each in wanted.items() if each}, GROUPS: options}
         load({self._name: found}, storage_reader=self._reader, process_group=group, no_dist=group is None)
         return {name: _read(each) for name, each in found[STATE].items()}, found[GROUPS]
 
-    def _wanted(self, parameter: str, place: Place, device: torch.device) -> dict[str, Any]:
+    def _wanted(self, parameter: str, elements: slice, device: torch.device) -> dict[str, Any]:
         """The checkpoint's entries for a parameter, as memory to read them into."""
-        wanted: dict[str, Any] = {}
+        wanted, whole = dict[str, Any](), self._sizes[parameter]
         for key, known in self._state_of(parameter).items():
             wanted[key] = _memory(known)
-            if _is_by_element(known, place.whole):
-                wanted[key] = CheckpointPiece.of(
-                    torch.empty(place.count, dtype=known.properties.dtype, device=device), place
-                )
+            if _is_by_element(known, whole):
+                count = elements.stop - elements.start
+                memory = torch.empty(count, dtype=known.properties.dtype, device=device)
+                wanted[key] = CheckpointPiece.of(memory, elements.start, whole)
         return wanted
 
 

@@ -6,31 +6,18 @@ rank has used in a window is not updated, as with a plain optimizer, and from th
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from gradsync.optim.sharded.share import Part, Share, movable, separate
+from gradsync.optim.sharded.states import MASTER, ParameterState
 
-__all__ = ["MASTER", "OptimizerFactory", "ParameterState", "Segments", "ShareSegment"]
+__all__ = ["Segments", "ShareSegment"]
 
 # Makes an optimizer over flat parameters from pairs of a group's number and the parameters in it.
 OptimizerFactory = Callable[[Sequence[tuple[int, list[nn.Parameter]]]], torch.optim.Optimizer]
-
-# The state has parameters under this name, in the dtype in which they are updated, where that is wider than their own.
-MASTER = "master"
-
-
-@dataclass(kw_only=True)
-class ParameterState:
-    """The optimizer's state of one parameter, or of this rank's part of it: ``tensors`` are flat, with one number per
-    element, and ``scalars`` hold for all of them."""
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    scalars: dict[str, Any] = field(default_factory=dict)
-
 
 States = Mapping[int, ParameterState]
 
@@ -59,12 +46,22 @@ class ShareSegment:
 
 
 class Segments:
-    """What this rank updates. ``group_of`` has each parameter's group, by its index in the model."""
+    """What this rank updates. ``group_of`` has each parameter's group, by its index in the model.
+
+    ``through_bucket``: see :meth:`Share.place`.
+    """
 
     def __init__(
-        self, shares: Sequence[Share], group_of: Mapping[int, int], make_optimizer: OptimizerFactory, states: States
+        self,
+        shares: Sequence[Share],
+        group_of: Mapping[int, int],
+        make_optimizer: OptimizerFactory,
+        states: States,
+        *,
+        through_bucket: bool,
     ) -> None:
         self.shares = list(shares)
+        self._through_bucket = through_bucket
         self._group_of = group_of
         self._make_optimizer = make_optimizer
         # Parameters whose current values are in the shares.
@@ -144,11 +141,8 @@ class Segments:
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def place(self, parameters: Sequence[nn.Parameter], *, through_bucket: bool) -> None:
-        """Before a step: make sure that all shares have memory. ``parameters`` are all of the model.
-
-        ``through_bucket``: see :meth:`Share.place`.
-        """
+    def place(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Before a step: make sure that all shares have memory. ``parameters`` are all of the model."""
         self._left = []
         shares = [share for share in self.shares if share.needs_place]
         if not shares:
@@ -161,7 +155,7 @@ class Segments:
         # Another thread may have begun to read one before this step: the memory that it reads stays until the next.
         self._left = [parameter.detach() for parameter in parameters if id(parameter) in can_move]
         for share in shares:
-            share.place(can_move, through_bucket=through_bucket)
+            share.place(can_move, through_bucket=self._through_bucket)
         self._follow(shares)
         # Some may have left the buckets, and would keep all the memory that they once shared alive.
         inside = {id(parameter) for share in self.shares for parameter in share.bucket.parameters}

@@ -38,30 +38,21 @@ from gradsync.core.bucket.layout import ParameterSpec, Slot
 from gradsync.core.reduction.shared_gradient import SharedGradient
 from gradsync.optim.sharded.gather import AwaitedParameter
 
-__all__ = ["Part", "Place", "Share", "is_narrow", "movable", "separate"]
+__all__ = ["Part", "Share", "is_narrow", "movable", "separate"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The part of one parameter in a share: ``start`` and ``stop`` count elements of the share, ``offset`` is the
-    number of the parameter's elements before them. ``index`` is the parameter's index in the model."""
+    """The part of one parameter in a share: the elements from ``start`` to ``stop`` of the share, which are those
+    ``inside`` the parameter. ``index`` is the parameter's index in the model."""
 
     index: int
     parameter: nn.Parameter
     start: int
     stop: int
-    offset: int
+    inside: slice
     # Whether the share holds it in a wider dtype than its own.
     is_narrow: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """``count`` elements of a parameter's ``whole``, flat, from ``offset`` on."""
-
-    whole: int
-    offset: int
-    count: int
 
 
 class Share:
@@ -178,7 +169,7 @@ class Share:
             for part, (held, current) in zip(self.parts, pairs, strict=True)
         ]
 
-    def put_down(self) -> None:
+    def fill_sent(self) -> None:
         """Copy the new share to where it is ``sent`` from. If that is the bucket, this overwrites its gradients."""
         if self.sent is not self.flat:
             self.sent.copy_(self.flat)
@@ -203,11 +194,11 @@ class Share:
             gradient = part.parameter.grad
             if gradient is not None and not isinstance(gradient, SharedGradient):
                 flat = _flat(gradient, *self._specs[part.index])
-                self.gradient[part.start : part.stop] = flat[part.offset : part.offset + part.stop - part.start]
+                self.gradient[part.start : part.stop] = flat[part.inside]
 
     def _pair(self, part: Part) -> tuple[torch.Tensor, torch.Tensor]:
-        held = self.flat[part.start : part.stop]
-        return held, _flat(part.parameter, *self._specs[part.index])[part.offset : part.offset + held.numel()]
+        values = _flat(part.parameter, *self._specs[part.index])
+        return self.flat[part.start : part.stop], values[part.inside]
 
 
 def _parts(bucket: Bucket, first: int, end: int) -> Iterator[Part]:
@@ -219,7 +210,7 @@ def _parts(bucket: Bucket, first: int, end: int) -> Iterator[Part]:
                 parameter=parameter,
                 start=start - first,
                 stop=stop - first,
-                offset=start - slot.offset,
+                inside=slice(start - slot.offset, stop - slot.offset),
                 is_narrow=is_narrow(parameter, bucket),
             )
 

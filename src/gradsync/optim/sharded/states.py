@@ -6,7 +6,8 @@ ever holds more than one whole bucket of it besides its shares.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,27 +17,66 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.core.bucket.layout import ParameterSpec
-from gradsync.optim.sharded.segments import ParameterState, Segments
-from gradsync.optim.sharded.share import Share
+from gradsync.optim.sharded.share import Part, Share
 
-__all__ = ["check_groups", "from_parameter", "gather_states", "indexed", "to_parameter"]
+__all__ = [
+    "MASTER",
+    "ParameterState",
+    "check_groups",
+    "from_parameter",
+    "gather_states",
+    "indexed",
+    "is_wide",
+    "to_parameter",
+]
+
+# The state has parameters under this name, in the dtype in which they are updated, where that is wider than their own.
+MASTER = "master"
 
 
-def gather_states(segments: Segments, communicator: Communicator) -> Iterator[tuple[int, ParameterState]]:
-    """The index and the whole state of every parameter that has any, in memory order. Collective."""
-    for share in segments.shares:
-        yield from _of_bucket(share, segments.states(share), communicator)
+@dataclass(kw_only=True)
+class ParameterState:
+    """The optimizer's state of one parameter, or of this rank's part of it: ``tensors`` are flat, with one number per
+    element, and ``scalars`` hold for all of them."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+    def part(self, part: Part) -> "ParameterState":
+        """The part of a whole state that a rank with this ``part`` of the parameter keeps."""
+        tensors = {key: value[part.inside].to(part.parameter.device, copy=True) for key, value in self.tensors.items()}
+        return ParameterState(tensors=tensors, scalars=self.scalars)
+
+    def narrowed(self, parameter: nn.Parameter) -> "ParameterState":
+        """As a plain optimizer keeps it: in the parameter's own dtype, without a more precise copy of it."""
+        dtype = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
+        tensors = {
+            key: value.to(dtype) if value.is_floating_point() else value
+            for key, value in self.tensors.items()
+            if key != MASTER
+        }
+        return ParameterState(tensors=tensors, scalars=self.scalars)
 
 
-def _of_bucket(
+def is_wide(state: Mapping[str, Any], parameter: nn.Parameter) -> bool:
+    """Whether a plain optimizer keeps a more precise state than the parameter's dtype."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.shape == parameter.shape]
+    return any(value.is_floating_point() and value.dtype != parameter.dtype for value in tensors)
+
+
+def gather_states(
     share: Share, mine: dict[int, ParameterState], communicator: Communicator
 ) -> Iterator[tuple[int, ParameterState]]:
+    """The index and the whole state of every parameter of a bucket that has any, in memory order. Collective.
+
+    ``mine`` are this rank's parts, in its ``share``.
+    """
     plan = share.plan
-    known = [json.loads(each) for each in gather_bytes(communicator, json.dumps(_told(mine)).encode())]
-    for told in known:
+    known = [json.loads(each) for each in gather_bytes(communicator, json.dumps(_described(mine)).encode())]
+    for description in known:
         # If one rank cannot send its state, all ranks raise.
-        if isinstance(told, str):
-            raise ConfigurationError(told)
+        if isinstance(description, str):
+            raise ConfigurationError(description)
     # A parameter may lie in the shares of several ranks, which have then updated it equally often.
     scalars = {int(index): entry["scalars"] for of_rank in known for index, entry in of_rank.items()}
     tensors = {int(index): entry["tensors"] for of_rank in known for index, entry in of_rank.items()}
@@ -70,21 +110,18 @@ def _gather(
     return whole
 
 
-def _told(states: dict[int, ParameterState]) -> dict[int, Any] | str:
+def _described(states: dict[int, ParameterState]) -> dict[int, Any] | str:
+    """What the others must know of these states, or why they cannot be sent."""
     try:
-        return _described(states)
+        return {
+            index: {
+                "tensors": {key: str(value.dtype).removeprefix("torch.") for key, value in state.tensors.items()},
+                "scalars": {key: _plain(key, value) for key, value in state.scalars.items()},
+            }
+            for index, state in states.items()
+        }
     except ConfigurationError as error:
         return str(error)
-
-
-def _described(states: dict[int, ParameterState]) -> dict[int, Any]:
-    return {
-        index: {
-            "tensors": {key: str(value.dtype).removeprefix("torch.") for key, value in state.tensors.items()},
-            "scalars": {key: _plain(key, value) for key, value in state.scalars.items()},
-        }
-        for index, state in states.items()
-    }
 
 
 def _plain(key: str, value: Any) -> Any:
@@ -139,15 +176,15 @@ def from_parameter(saved: dict[str, Any], parameter: nn.Parameter, spec: Paramet
 
 
 def check_groups(saved: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> None:
-    """Raise, as torch does, unless the saved groups are like these."""
+    """Raise a ValueError, as torch does, unless the saved groups are like these."""
     if len(saved) != len(groups):
-        raise ValueError(
+        raise ConfigurationError(
             f"the saved optimizer has {len(saved)} parameter groups and this one {len(groups)}: it belongs to another "
             "model, or to other settings"
         )
     for number, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
         if len(theirs["params"]) != len(ours["params"]):
-            raise ValueError(
+            raise ConfigurationError(
                 f"group {number} of the saved optimizer has {len(theirs['params'])} parameters, and this one's "
                 f"{len(ours['params'])}: it belongs to another model, or to other settings"
             )

@@ -42,7 +42,7 @@ class UpdateThread:
 
     def __init__(self, device: torch.device) -> None:
         self._takes_over = device.type == "cpu"
-        self._turn = _Turn()
+        self._lock = _UpdateLock()
         self._process = os.getpid()
         self._jobs: SimpleQueue[_Job | None] | None = None
 
@@ -56,7 +56,7 @@ class UpdateThread:
                 "this process was forked while new parameters were on their way, and they arrive in its parent only. "
                 "Call optimizer.flush() before you fork"
             )
-        if self._turn.owner == threading.get_ident():
+        if self._lock.owner == threading.get_ident():
             raise MisuseError(
                 "a parameter was read inside of the step that updates it, by a hook or by a signal handler. Read it "
                 "before or after the step; in a signal handler set a flag, and look at it after the step"
@@ -64,7 +64,7 @@ class UpdateThread:
         if self._takes_over and threading.current_thread() is threading.main_thread():
             self._hand_over(action)
         else:
-            self._turn.take(action)
+            self._lock.run(action)
 
     def _hand_over(self, action: Action) -> None:
         if is_waiting_here():
@@ -75,7 +75,7 @@ class UpdateThread:
         jobs = self._jobs
         if jobs is None:
             jobs = SimpleQueue()
-            threading.Thread(target=_serve, args=(jobs, self._turn), name="gradsync updates", daemon=True).start()
+            threading.Thread(target=_serve, args=(jobs, self._lock), name="gradsync updates", daemon=True).start()
             # Not at the end of the process, where others may still read parameters.
             weakref.finalize(self, jobs.put, None).atexit = False
             self._jobs = jobs
@@ -84,14 +84,14 @@ class UpdateThread:
         job.wait()
 
 
-class _Turn:
+class _UpdateLock:
     """The lock held by the thread that changes parameters."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.owner: int | None = None
 
-    def take(self, action: Action) -> None:
+    def run(self, action: Action) -> None:
         with self._lock:
             self.owner = threading.get_ident()
             try:
@@ -115,11 +115,11 @@ class _Job:
         self._ended = threading.Lock()
         self._ended.acquire()
 
-    def run(self, turn: _Turn) -> None:
+    def run(self, lock: _UpdateLock) -> None:
         waited = waited_here()
         try:
             assert self._action is not None
-            turn.take(self._action)
+            lock.run(self._action)
         except BaseException as error:
             self._error = error
         finally:
@@ -139,10 +139,10 @@ class _Job:
                 del error
 
 
-def _serve(jobs: "SimpleQueue[_Job | None]", turn: _Turn) -> None:
+def _serve(jobs: "SimpleQueue[_Job | None]", lock: _UpdateLock) -> None:
     """The thread's main loop. It holds no job while it waits, so that an unused optimizer can be freed."""
     while (job := jobs.get()) is not None:
-        job.run(turn)
+        job.run(lock)
         del job
 
 
