@@ -29,7 +29,7 @@ from gradsync.tools.lab import Lab
 from gradsync.tools.lab.host import places_on
 from gradsync.tools.launch import RankProcesses, become
 
-__all__ = ["Trial", "left_behind", "outcomes", "run_replicas"]
+__all__ = ["Trial", "outcomes"]
 
 MARK = "FAULTS_TRIAL_MARK"
 SHARED_MEMORY = Path("/dev/shm")
@@ -81,8 +81,8 @@ class Trial:
             for process in _marked(mark):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
-            said = (folder / "output").read_text(errors="replace")
-            outcome = setup.judge(fault, self.limits).judge(_events(folder), said)
+            written = (folder / "output").read_text(errors="replace")
+            outcome = setup.judge(fault, self.limits).judge(_events(folder), written)
         return None if outcome is None else replace(outcome, left=left)
 
     # -- processes ----------------------------------------------------------------------------------------------------
@@ -162,20 +162,13 @@ def _end(processes: "Sequence[subprocess.Popen[bytes]]", seconds: float) -> None
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
+    found = []
     with suppress(FileNotFoundError):
-        lines = (folder / EVENTS).read_text().splitlines()
-        # The last one may be under way.
-        found = [_event(line) for line in lines]
-        return [each for each in found if each is not None]
-    return []
-
-
-def _event(line: str) -> dict[str, Any] | None:
-    try:
-        event: dict[str, Any] = json.loads(line)
-        return event
-    except json.JSONDecodeError:
-        return None
+        for line in (folder / EVENTS).read_text().splitlines():
+            # The last one may be under way.
+            with suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+    return found
 
 
 # -- what is left -----------------------------------------------------------------------------------------------------
