@@ -74,7 +74,7 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 # bucket sizes are, takes about as long as this many steps of all variants.
 GPU_BLOCK, GPU_WARMUP, GPU_ROUNDS = 3, 1, 8
 GPU_START_SECONDS, GPU_CHOOSING = 6.0, 15
-# Over sockets on one machine gradients take about as long as a backward of so many seconds' forward and backward.
+# Seconds of forward and backward for which gradients, over sockets on one machine, take about as long as backward.
 GPU_SECONDS = {"ResNet-50": 0.06, "BERT-base": 0.25}
 # BERT-base of a quick run is smaller, and faster as much.
 QUICK_SCALES = {"ResNet-50": 1.0, "BERT-base": 0.4}
@@ -251,7 +251,7 @@ def picture(
     columns: int = 5,
     **looks: Any,
 ) -> Picture:
-    """A figure with panels side by side, each drawn by its function, and one legend of so many columns, if any."""
+    """A figure with panels side by side, each drawn by its function, and one legend with ``columns``, if any."""
     figure, axes = canvas(title, panels=[name for name, _ in panels], **looks)
     for each, (_, draw) in zip(axes, panels, strict=True):
         draw(each)

@@ -87,7 +87,7 @@ class Workload(ABC):
         return peer.wrap(model, partial(made, lr=self.learning_rate, foreach=True), window=window)
 
     def note(self, rounds: CellRounds, *, senders: int | None = None) -> None:
-        """Its size, and what bounds a step that synchronizes it once, among so many ``senders`` or all ranks."""
+        """Its size, and what bounds a step that synchronizes it once, among ``senders`` or all ranks."""
         rounds.fact("gradient bytes", self.nbytes)
         rounds.limits(compute=ALONE, communication={EVERY: rounds.cell.transfer_seconds(self.nbytes, senders=senders)})
 
@@ -278,7 +278,7 @@ def timed_step(wrapped: WrappedModel, forward: Forward, device: Device, timeline
 def settle(step: Step, *, windows: int = 1, after: int = TUNED_AFTER[-1]) -> None:
     """Run until gradsync has chosen its bucket sizes, as it does in the first windows of a training.
 
-    ``windows`` is how many of them a step has; ``after`` so many it has chosen everything.
+    ``windows`` is how many of them a step has; ``after`` this many everything is chosen.
     """
     for _ in range(-(-(after + 1) // windows)):
         step()

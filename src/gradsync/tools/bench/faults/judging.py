@@ -221,7 +221,7 @@ class Judge:
         return len({each["step"] for each in after if each["what"] == "step" and each["skipped"]})
 
     def _done_again(self, begins: Sequence[int]) -> int:
-        """How many steps were begun by the time of the fault that are done anew, by ranks that go on with these."""
+        """How many steps were begun by the time of the fault and are done again by ranks that resume with these."""
         begun = self.fault.step + 1
         return max(0, begun - min(begins, default=begun))
 
@@ -272,7 +272,7 @@ class ElasticJudge(Judge):
         return [[each for each in after if each["what"] == "step" and each["rank"] == rank] for rank in others]
 
     def _are_right(self, after: Sequence[Event]) -> bool:
-        """All others have come to the end, and whoever has ended with the same step has the same parameters."""
+        """All others have come to the end, and all that ended with the same step have the same parameters."""
         ends = {each["rank"]: each for each in after if each["what"] == "ended"}
         others = [each for rank, each in ends.items() if rank != self.fault.victim]
         if len(others) < RANKS - 1:

@@ -306,7 +306,7 @@ class TogetherAgain:
         return self.together >= AFTERWARDS or self.windows >= MOST_AFTERWARDS
 
     def count(self, step: int, ranks: int) -> None:
-        """``step`` windows are done, the last one by so many ranks."""
+        """``step`` windows are done, the last one by ``ranks`` ranks."""
         if step > self.fault.step:
             self.windows += 1
             self.together += ranks == RANKS

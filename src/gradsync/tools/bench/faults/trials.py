@@ -217,7 +217,7 @@ def outcomes(planned: Sequence[Trial], jobs: int, deadline: float) -> Iterator[t
         return each, each.run(lambda: not stop.is_set())
 
     if jobs == 1:
-        # Hosts are entered by whoever is forked, and that is for the first thread.
+        # The fork enters the host, and only the first thread may fork.
         yield from filter(None, map(run, planned))
         return
     with ThreadPoolExecutor(jobs, thread_name_prefix="trial") as pool:
@@ -227,7 +227,7 @@ def outcomes(planned: Sequence[Trial], jobs: int, deadline: float) -> Iterator[t
                 if found is not None:
                     yield found
         finally:
-            # Whoever has had enough does not wait for trials that nobody reads.
+            # A caller that stops reading does not wait for the remaining trials.
             stop.set()
             pool.shutdown(cancel_futures=True)
 

@@ -139,7 +139,7 @@ SMALL: Sizes = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB)
 LARGE: Sizes = (MIB, 4 * MIB, 25 * MIB, 100 * MIB)
 QUICK_SMALL, QUICK_LARGE, QUICK_SHAPED = (4 * KIB, 64 * KIB, 256 * KIB), (MIB, 4 * MIB, 25 * MIB), (MIB, 4 * MIB)
 
-# Reduces so many bytes once, or copies them.
+# Reduces a message once, or copies it.
 Call = Callable[[], object]
 
 # Where ranks are.
