@@ -4,7 +4,7 @@
 
 torch's profiler reports every allocation of tensor memory; the running sum and its maximum are exact and the same in
 every run, which the process's resident size is not. gradsync runs on the group's own wire here: over shared memory
-buckets are no tensor memory to the profiler, though they have the same size. `resident.py` counts those, too.
+buckets are no tensor memory to the profiler, though they have the same size. `gradsync bench peers` counts those, too.
 """
 
 import gc

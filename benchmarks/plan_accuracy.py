@@ -37,6 +37,7 @@ from gradsync.observe.plan.calibration import Calibration
 from gradsync.observe.plan.planner import Setting, predict, settle
 from gradsync.tools.bench.workload import EmulatedWorkload
 from gradsync.tools.calibration import Rehearsal, rehearse
+from gradsync.tools.lab.emulated import transformer
 from gradsync.tools.lab.lab import fork_ranks
 
 RANKS, RATES, BUCKETS_MB = (3, 4, 6, 8), ("50mbit", "100mbit", "200mbit"), (0.25, 1.0)
@@ -66,7 +67,7 @@ class Case:
     def workload(self) -> EmulatedWorkload:
         """The same number of layers, with parameters and seconds scaled."""
         options = {"parameters": int(PARAMETERS * self.scale), "layers": LAYERS, "seconds": SECONDS * self.scale}
-        return EmulatedWorkload.transformer(options)
+        return EmulatedWorkload(profile=transformer(**options))
 
     @property
     def setting(self) -> Setting:

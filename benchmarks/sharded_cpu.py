@@ -23,14 +23,15 @@ from interleave import interleave, table
 from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.lab import Lab, LabPlan, Rate, fork_ranks
 from gradsync.tools.bench.measure import Parts, Steady
-from gradsync.tools.bench.peers import DDP, OURS, TUNED, Gradsync, GradsyncSharded, Peer, WrappedModel
+from gradsync.tools.bench.peers import DDP, OURS, SHARDED, TUNED, Gradsync, Peer, WrappedModel
 from gradsync.tools.bench.workload import RealWorkload, settle
 
 CLIPPED, PROCESSOR = ", clipped", "processor"
 MAX_NORM = 1.0
 # Of tuned DDP, beside the view of buckets as gradients and batched copies.
 BUCKET_MB = 4.0
-PEERS: tuple[Peer, ...] = (DDP(name=TUNED, tuned=True, bucket_mb=BUCKET_MB), Gradsync(), GradsyncSharded())
+GATHERING = Gradsync(name=SHARDED, gathers="next-forward")
+PEERS: tuple[Peer, ...] = (DDP(name=TUNED, tuned=True, bucket_mb=BUCKET_MB), Gradsync(), GATHERING)
 
 
 class Block(Steady):

@@ -56,7 +56,6 @@ __all__ = [
     "check",
     "check_survived",
     "draw",
-    "draw_on_cuda",
     "live_through",
     "survive",
     "undisturbed",
@@ -102,36 +101,22 @@ class Outcome:
     ended: float = 0.0
 
 
-def draw(kind: str, seed: int, times: Times, *, hosts: tuple[int, ...] = (1, 2)) -> Fault:
-    chance = random.Random(f"{kind} {seed}")
-    ranks = chance.choice([2, 3, 4])
-    return Fault(
-        kind=kind,
-        ranks=ranks,
-        hosts=2 if kind in LINKS else chance.choice(hosts),
-        victim=chance.randrange(ranks),
-        step=chance.randrange(3, STEPS // 2),
-        after=chance.uniform(0.0, 0.02),
-        place=chance.choice(PLACES) if kind == "exception" else "",
-        timeout=times.timeout if kind in SILENCES else 60.0,
-        warned=times.warned,
-    )
-
-
-def draw_on_cuda(kind: str, seed: int, times: Times) -> Fault:
-    chance = random.Random(f"{kind} {seed}")
+def draw(kind: str, seed: int, times: Times, *, hosts: tuple[int, ...] = (1, 2), device: str = "cpu") -> Fault:
+    chance, on_cuda = random.Random(f"{kind} {seed}"), device != "cpu"
+    ranks = CUDA_RANKS if on_cuda else chance.choice([2, 3, 4])
+    place = chance.choice(PLACES) if kind == "exception" else ""
     return Fault(
         kind="exception" if kind in RAISED else kind,
-        ranks=CUDA_RANKS,
-        hosts=1,
-        victim=chance.randrange(CUDA_RANKS),
-        step=chance.randrange(5, 40),
+        ranks=ranks,
+        hosts=2 if kind in LINKS else 1 if on_cuda else chance.choice(hosts),
+        victim=chance.randrange(ranks),
+        step=chance.randrange(5, 40) if on_cuda else chance.randrange(3, STEPS // 2),
         after=chance.uniform(0.0, 0.02),
-        place=kind.removeprefix("raise in ") if kind in RAISED else "",
+        place=kind.removeprefix("raise in ") if kind in RAISED else place,
         timeout=times.timeout if kind in SILENCES else 60.0,
         warned=times.warned,
-        device="cuda",
-        waits=WAITS[seed % len(WAITS)],
+        device=device,
+        waits=WAITS[seed % len(WAITS)] if on_cuda else "",
     )
 
 
@@ -152,7 +137,7 @@ def live_through(fault: Fault, folder: Path, times: Times) -> Outcome:
 
 def survive(seeds: int, folder: Path, times: Times, *, device: str = "cuda") -> tuple[Fault, Outcome]:
     """All that a training survives, in ranks that live on."""
-    fault = replace(draw_on_cuda("survived", 0, times), timeout=60.0, device=device)
+    fault = replace(draw("survived", 0, times, device="cuda"), timeout=60.0, device=device)
     with _running(fault, folder, None, "survive", seeds) as (ranks, outcome):
         _await(ranks, time.monotonic() + CUDA_PATIENCE + 2.0 * seeds * len(SURVIVED))
     return fault, outcome
@@ -228,41 +213,44 @@ def undisturbed(fault: Fault, folder: Path, times: Times) -> str:
 
 def check(fault: Fault, outcome: Outcome, times: Times, expected: str = "") -> list[float]:
     """The seconds after which others raised. AssertionError if something was not as it must be."""
-    told = f"{fault}: {json.dumps(outcome.ranks)}\n{outcome.output[-3000:]}"
-    assert outcome.at, told
+    report = f"{fault}: {json.dumps(outcome.ranks)}\n{outcome.output[-3000:]}"
+    assert outcome.at, report
     if fault.kind in HARMLESS:
-        assert {each.get("digest") for each in outcome.ranks.values()} == {expected}, told
-        assert len(outcome.ranks) == fault.ranks, told
+        assert {each.get("digest") for each in outcome.ranks.values()} == {expected}, report
+        assert len(outcome.ranks) == fault.ranks, report
         return [0.0]
     seconds = []
     for rank in range(fault.ranks):
         if rank == fault.victim and fault.kind != "cut link":
             continue
         each = outcome.ranks.get(rank)
-        assert each is not None, f"rank {rank} is stuck, or has ended without a word. {told}"
+        assert each is not None, f"rank {rank} is stuck, or has ended without a word. {report}"
         # Of a backward that raised the others hear in the control flags, and their wire is whole. On a device they hear
         # of it a window later, when the rank may have ended.
         errors = ["PeerFailedError"] if fault.place == "backward" else ["CommunicatorLostError"]
         errors += ["CommunicatorLostError"] * (fault.device != "cpu")
-        assert each.get("error") in errors, f"rank {rank}: {told}"
+        assert each.get("error") in errors, f"rank {rank}: {report}"
         lost = _lost(fault, rank)
-        named = any(re.search(rf"\brank {other}\b", each["said"]) for other in lost)
-        assert named, f"rank {rank} names none of {lost}: {told}"
+        named = any(re.search(rf"\brank {other}\b", each["message"]) for other in lost)
+        assert named, f"rank {rank} names none of {lost}: {report}"
         seconds.append(each["at"] - outcome.at)
     if fault.kind in ENDINGS:
-        assert max(seconds) <= times.noticed, f"{seconds}: {told}"
+        assert max(seconds) <= times.noticed, f"{seconds}: {report}"
         return seconds
     if fault.device == "cpu":
-        assert all(abs(each - times.timeout) <= times.off for each in seconds), f"{seconds}: {told}"
+        assert all(abs(each - times.timeout) <= times.off for each in seconds), f"{seconds}: {report}"
     else:
-        assert max(seconds) <= times.timeout + times.late, f"{seconds}: {told}"
+        assert max(seconds) <= times.timeout + times.late, f"{seconds}: {report}"
         stopped = outcome.ranks.get(fault.victim, {})
-        assert stopped.get("error"), f"the stopped rank has not ended with an error when it went on: {told}"
+        assert stopped.get("error"), f"the stopped rank has not ended with an error when it went on: {report}"
     warnings = [
-        at - outcome.at for each in outcome.ranks.values() for at, line in each["heard"] if "error only after" in line
+        at - outcome.at
+        for each in outcome.ranks.values()
+        for at, line in each["warnings"]
+        if "error only after" in line
     ]
-    assert warnings, f"nobody was warned. {told}"
-    assert abs(min(warnings) - times.warned) <= 2 * times.off, f"warned after {warnings} s: {told}"
+    assert warnings, f"nobody was warned. {report}"
+    assert abs(min(warnings) - times.warned) <= 2 * times.off, f"warned after {warnings} s: {report}"
     return seconds
 
 
@@ -274,24 +262,24 @@ def check_survived(fault: Fault, outcome: Outcome, times: Times) -> dict[str, li
     seconds: dict[str, list[float]] = {}
     for name in outcome.ranks[0]:
         case = name.rpartition(" ")[0]
-        by_rank = {rank: told[name] for rank, told in outcome.ranks.items()}
-        told = f"{name}: {json.dumps(by_rank)}"
-        assert len({str(each["digests"]) for each in by_rank.values()}) == 1, f"replicas differ: {told}"
+        by_rank = {rank: report[name] for rank, report in outcome.ranks.items()}
+        report = f"{name}: {json.dumps(by_rank)}"
+        assert len({str(each["digests"]) for each in by_rank.values()}) == 1, f"replicas differ: {report}"
         victim, window, digests = (by_rank[0][key] for key in ("victim", "window", "digests"))
         dropped = case == "NaN, drop-rank"
-        assert (digests[window] == digests[window - 1]) is not dropped, f"a step too many, or too few: {told}"
-        assert digests[-1] != digests[-2], f"training does not go on: {told}"
+        assert (digests[window] == digests[window - 1]) is not dropped, f"a step too many, or too few: {report}"
+        assert digests[-1] != digests[-2], f"training does not go on: {report}"
         for rank, each in by_rank.items():
             said = [(text, at) for _, _, text, at in each["raised"] if f"rank {victim}" in text]
             if case in ("NaN, skip", "NaN, drop-rank"):
                 # One line of warning, on rank 0.
-                assert not each["raised"], told
-                said = [(text, at) for at, text in each["heard"] if f"rank {victim}" in text]
+                assert not each["raised"], report
+                said = [(text, at) for at, text in each["warnings"] if f"rank {victim}" in text]
                 if rank != 0:
                     continue
             elif rank == victim and "caught" in case:
                 continue
-            assert said, f"rank {rank} has not heard of it: {told}"
+            assert said, f"rank {rank} has not heard of it: {report}"
             seconds.setdefault(case, []).append(said[0][1] - each["at"])
     late = {case: each for case, each in seconds.items() if max(each) > times.noticed}
     assert not late, f"heard of it too late: {late}"
@@ -348,8 +336,7 @@ def main() -> int:
                 for case, seconds in check_survived(*survive(options.seeds, folder, times), times).items():
                     rows[case] = [[each] for each in seconds]
                 return
-            hosts = tuple(options.hosts)
-            fault = draw_on_cuda(kind, seed, times) if on_cuda else draw(kind, seed, times, hosts=hosts)
+            fault = draw(kind, seed, times, hosts=tuple(options.hosts), device=options.device)
             rows[kind].append(check(fault, live_through(fault, folder, times), times, expected(fault)))
         except Exception as error:
             rows.setdefault(kind, []).append(str(error))

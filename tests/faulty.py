@@ -7,6 +7,7 @@ It trains over Gloo, or over NCCL on a GPU that the ranks share. There the host 
 where ``waits`` says: in ``torch.cuda.synchronize()``, in ``.item()``, or only in gradsync.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -74,7 +75,7 @@ class Host:
     addresses: dict[str, str]
 
 
-class _Heard(logging.Handler):
+class _Warnings(logging.Handler):
     """What the logger says on this rank, and when."""
 
     def __init__(self) -> None:
@@ -95,13 +96,7 @@ class _Loop:
     def __init__(self, fault: Fault, folder: Path) -> None:
         self.fault, self._folder = fault, folder
         self.rank = dist.get_rank()
-        torch.manual_seed(0)
-        self._device = torch.device(fault.device)
-        layers = [nn.Linear(64, 64, device=self._device) for _ in range(4)]
-        self.model = gradsync.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.02)
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        if fault.device != "cpu" and fault.waits != "item":
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+        layers, self.model, self.optimizer = _made(fault, fused=fault.device != "cpu" and fault.waits != "item")
         layers[1].weight.register_hook(lambda _: self._trouble("backward"))
         layers[1].register_forward_pre_hook(lambda *_: self._trouble("forward"))
         self.optimizer.register_step_pre_hook(lambda *_: self._trouble("optimizer"))
@@ -113,7 +108,7 @@ class _Loop:
         if self._is_struck and not self.fault.place:
             threading.Timer(self.fault.after, self._strike).start()
         self._trouble("data")
-        batch = torch.randn(4, 64).to(self._device)
+        batch = torch.randn(4, 64).to(self.fault.device)
         loss = self.model(batch).square().mean()
         self._trouble("loss")
         loss.backward()
@@ -151,8 +146,15 @@ class _Loop:
         whole.write_text(str(time.monotonic()))
         whole.rename(self._folder / "struck")
 
-    def digest(self) -> str:
-        return _digest(self.model)
+
+def _made(
+    fault: Fault, *, fused: bool, on_bad_step: Any = None
+) -> tuple[list[nn.Linear], gradsync.DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64, device=fault.device) for _ in range(4)]
+    model = gradsync.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.02, on_bad_step=on_bad_step)
+    kind = functools.partial(torch.optim.AdamW, fused=True) if fused else torch.optim.SGD
+    return layers, model, kind(model.parameters(), lr=0.01)
 
 
 def _digest(model: nn.Module) -> str:
@@ -160,34 +162,34 @@ def _digest(model: nn.Module) -> str:
     return hashlib.sha256(parameters).hexdigest()
 
 
-def _begin(fault: Fault) -> _Heard:
+def _begin(fault: Fault) -> _Warnings:
     torch.set_num_threads(1)
     detector.SLOW_SECONDS = fault.warned
-    heard = _Heard()
-    logging.getLogger("gradsync").addHandler(heard)
+    warned = _Warnings()
+    logging.getLogger("gradsync").addHandler(warned)
     if fault.device != "cpu":
         torch.cuda.set_device(0)
     backend = "gloo" if fault.device == "cpu" else "nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=fault.timeout))
-    return heard
+    return warned
 
 
 def train(fault: Fault, folder: Path, host: Host) -> None:
     """One rank, by torchrun's variables. It ends as a script would: by its end, or by the error."""
     if host.namespace:
         enter_host(host.namespace, host.name, host.addresses)
-    heard = _begin(fault)
+    warned = _begin(fault)
     loop, outcome = _Loop(fault, folder), dict[str, Any]()
     try:
         for _ in range(STEPS if fault.kind in ("none", "pause", "link down and up") else 1_000_000):
             loop.step()
-        outcome["digest"] = loop.digest()
+        outcome["digest"] = _digest(loop.model)
         dist.barrier()
     except Exception as error:
-        outcome.update(error=type(error).__name__, said=str(error), at=time.monotonic())
+        outcome.update(error=type(error).__name__, message=str(error), at=time.monotonic())
         raise
     finally:
-        outcome["heard"] = heard.lines
+        outcome["warnings"] = warned.lines
         (folder / f"rank-{loop.rank}").write_text(json.dumps(outcome))
 
 
@@ -196,35 +198,30 @@ def train(fault: Fault, folder: Path, host: Host) -> None:
 
 def survive(fault: Fault, folder: Path, host: Host, seeds: int) -> None:
     """One rank through all of :data:`SURVIVED`, so many times each: what each came to is left in a file."""
-    heard = _begin(fault)
+    warned = _begin(fault)
     outcome = {}
     for case in SURVIVED:
         for seed in range(seeds):
-            outcome[f"{case} {seed}"] = _survive(case, random.Random(f"{case} {seed}"), fault, heard)
+            outcome[f"{case} {seed}"] = _survive(case, random.Random(f"{case} {seed}"), fault, warned)
     (folder / f"rank-{dist.get_rank()}").write_text(json.dumps(outcome))
     dist.barrier()
 
 
-class _ToldError(Exception):
+class _PurposeError(Exception):
     """The one that the victim raises in backward."""
 
 
-def _survive(case: str, chance: random.Random, fault: Fault, heard: _Heard) -> dict[str, Any]:
+def _survive(case: str, chance: random.Random, fault: Fault, warned: _Warnings) -> dict[str, Any]:
     """When the fault struck whom, what this rank raised and heard by then and since, and the parameters at the end."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(64, 64, device=fault.device) for _ in range(4)]
     kind, _, how = case.partition(", ")
-    on_bad_step: Any = how if kind == "NaN" else None
-    model = gradsync.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.02, on_bad_step=on_bad_step)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    if how == "fused AdamW":
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    on_bad_step = how if kind == "NaN" else None
+    layers, model, optimizer = _made(fault, fused=how == "fused AdamW", on_bad_step=on_bad_step)
     victim, window = chance.randrange(fault.ranks), chance.randrange(2, WINDOWS - 2)
-    is_struck, lines, at = False, len(heard.lines), 0.0
+    is_struck, lines, at = False, len(warned.lines), 0.0
 
     def explode(_: torch.Tensor) -> None:
         if is_struck and kind == "caught":
-            raise _ToldError
+            raise _PurposeError
 
     layers[1].weight.register_hook(explode)
     torch.manual_seed(dist.get_rank())
@@ -240,7 +237,7 @@ def _survive(case: str, chance: random.Random, fault: Fault, heard: _Heard) -> d
                 loss = loss * float("nan")
             loss.backward()
             optimizer.step()
-        except (gradsync.PeerFailedError, _ToldError) as error:
+        except (gradsync.PeerFailedError, _PurposeError) as error:
             raised.append((number, type(error).__name__, str(error), time.monotonic()))
         optimizer.zero_grad()
         digests.append(_digest(model))
@@ -249,7 +246,7 @@ def _survive(case: str, chance: random.Random, fault: Fault, heard: _Heard) -> d
         "window": window,
         "at": at,
         "raised": raised,
-        "heard": heard.lines[lines:],
+        "warnings": warned.lines[lines:],
         "digests": digests,
     }
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import gradsync
 from gradsync.tools.lab.gpu import SharedGpuPlan
-from tests.faults import CUDA_KINDS, Times, check, check_survived, draw_on_cuda, live_through, survive
+from tests.faults import CUDA_KINDS, Times, check, check_survived, draw, live_through, survive
 from tests.faulty import WAITS
 from tests.ranks import nccl_pool_of
 from tests.scripts import free_port
@@ -40,7 +40,7 @@ TIMES = Times()
 
 @pytest.mark.parametrize("kind", CUDA_KINDS)
 def test_whatever_happens_to_a_rank_is_named_and_nobody_is_left_in_the_device(kind: str, tmp_path: Path) -> None:
-    fault = draw_on_cuda(kind, SEED + CUDA_KINDS.index(kind), TIMES)
+    fault = draw(kind, SEED + CUDA_KINDS.index(kind), TIMES, device="cuda")
     check(fault, live_through(fault, tmp_path / "run", TIMES), TIMES)
 
 
@@ -51,7 +51,7 @@ def test_what_is_survived_leaves_replicas_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("waits", WAITS, ids=["synchronize", "item", "gradsync"])
 def test_a_script_ends_soon_after_a_rank_was_killed(tmp_path: Path, waits: str) -> None:
     """With an interpreter of its own, which runs destructors, and which destroys its group whatever has happened."""
-    fault = replace(draw_on_cuda("kill -9", SEED, TIMES), victim=1, waits=waits)
+    fault = replace(draw("kill -9", SEED, TIMES, device="cuda"), victim=1, waits=waits)
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(fault.ranks)}
     with ExitStack() as stack:
         ranks = []
@@ -73,7 +73,7 @@ def test_a_script_ends_soon_after_a_rank_was_killed(tmp_path: Path, waits: str) 
     assert ended - struck < 20.0, said
     for rank in (0, 2):
         left = json.loads((tmp_path / f"rank-{rank}").read_text())
-        assert "rank 1 (process " in left["said"], left
+        assert "rank 1 (process " in left["message"], left
         assert left["at"] - struck < TIMES.noticed, left
 
 

@@ -39,7 +39,6 @@ from gradsync.tools.bench.record import (
     read_records,
     ring_bytes,
     summarize,
-    wire_seconds,
 )
 from gradsync.tools.bench.report import REPORT, BenchScreen, CellProgress, build_report
 from gradsync.tools.bench.runner import BenchOutcome, RunPlan, commit, describe_machine, run, versions
@@ -47,6 +46,7 @@ from gradsync.tools.bench.scenario import Picture, Scenario, Table, colour_of, t
 from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
 from gradsync.tools.bench.workload import Pattern, window_step
 from gradsync.tools.cli import main
+from tests.tools.test_bench_words import VARIANTS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -108,12 +108,13 @@ def test_nothing_to_compare_is_refused() -> None:
         percentile([], 0.5)
 
 
-def test_the_wire() -> None:
+def test_the_least_that_averaging_takes() -> None:
     assert ring_bytes(100, 1) == 0
     assert ring_bytes(100, 2) == 100
     assert ring_bytes(100, 4) == 150
-    assert wire_seconds(100, 2, 50.0) == 2
-    assert wire_seconds(100, 2, None) == 0
+    assert Cell(name="slow", rate="400kbit").transfer_seconds(100_000) == 2
+    assert Cell(name="slow", rate="400kbit").transfer_seconds(100_000, senders=1) == 0
+    assert Cell(name="unlimited").transfer_seconds(100) == 0
     assert summarize([3.0, 1.0, 2.0]).median == 2
 
 
@@ -184,30 +185,7 @@ def test_where_results_come_from() -> None:
 
 # -- reports ----------------------------------------------------------------------------------------------------------
 
-VARIANTS: dict[str, list[str]] = {
-    "accumulation": [
-        "no wrapper",
-        *(f"{peer} · {pattern}" for peer in ("DDP", "Accelerate", "gradsync") for pattern in Pattern),
-    ],
-    "overlap": ["no wrapper", "DDP tuned", "naive", "bucketed", "gradsync"],
-    "skip-sync": [
-        "no wrapper",
-        *(f"{peer} · every {period}" for peer in ("DDP tuned", "gradsync") for period in ("iteration", "2", "4", "8")),
-    ],
-}
-OWN = tuple(scenario for scenario in SCENARIOS if scenario.name in VARIANTS)
-
-
-@pytest.mark.parametrize("scenario", OWN, ids=lambda scenario: scenario.name)
-def test_a_scenario_bears_that_variants_are_missing(tmp_path: Path, scenario: Scenario) -> None:
-    names = VARIANTS[scenario.name]
-    for number, known in enumerate([names[:1], names[1:], names[:3], names[-2:], names[::2]]):
-        folder = made_folder(tmp_path / str(number), [scenario])
-        write_cell(folder, scenario.name, scenario.cells(quick=True)[0], {name: [0.1, 0.2] for name in known})
-        records = folder.records(scenario.name)
-        assert scenario.tables(records)
-        assert scenario.pictures(records)
-        assert scenario.reading(records)
+OWN = tuple(find_scenarios(name)[0] for name in ("accumulation", "overlap", "skip-sync"))
 
 
 @pytest.mark.program
@@ -427,6 +405,9 @@ def test_every_scenario_is_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["report"], "expected the folder of results after 'report'"),
         (["report", "FULL"], "expected the folder of a benchmark"),
         (["overlap", "--list"], "--list stands alone"),
+        (["faults", "--device", "cuda"], "faults runs on CPU ranks only: leave --device cuda out"),
+        (["overlap", "--device", "gpu"], "--device is cpu or cuda, got 'gpu'"),
+        (["overlap", "--device", "cuda", "--cases", "2 hosts, 400 Mbit/s"], "hosts and links are those of CPU ranks"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -440,6 +421,7 @@ def test_bad_input_is_one_line(
     (tmp_path / "FULL" / "mine").touch()
     (tmp_path / "FILE").touch()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert run_command(monkeypatch, *arguments) == 2
     shown = capsys.readouterr()
     assert expected in shown.err

@@ -60,9 +60,9 @@ RESTARTED = [
 
 
 def judged(
-    events: Sequence[dict[str, Any]], said: str = "", *, fault: Fault = INJURY, judge: type[Judge] = Judge
+    events: Sequence[dict[str, Any]], output: str = "", *, fault: Fault = INJURY, judge: type[Judge] = Judge
 ) -> FaultOutcome:
-    outcome = judge(fault, LIMITS).judge(events, said)
+    outcome = judge(fault, LIMITS).judge(events, output)
     assert outcome is not None
     return outcome
 
@@ -87,30 +87,30 @@ def test_whoever_only_starts_ranks_again_has_noticed_then() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "output",
     ["gradsync: rank 1 was ended", "  rank      : 1 (local_rank: 1)", "failed (pid: 101)", "Ranks 2, 1 failed to pass"],
 )
-def test_ways_to_name_a_rank(said: str) -> None:
+def test_ways_to_name_a_rank(output: str) -> None:
     others = [each for each in RESTARTED if each["what"] != "raised"]
-    named = judged(others, said)
+    named = judged(others, output)
     assert named.named
-    other = judged(others, said.replace("1", "0"))
+    other = judged(others, output.replace("1", "0"))
     assert not other.named
 
 
 @pytest.mark.parametrize(("case", "names"), [("exception", True), ("cut link", False)])
 def test_a_traceback_names_only_who_raised_it_first(case: str, names: bool) -> None:
     fault = Fault(case=case, victim=1, step=10, delay=0.0)
-    told = event("raised", 10.4, 0, text="RuntimeError: Timed out")
-    outcome = judged([FAULT, told], "[rank1]: Traceback\n[rank0]: Traceback", fault=fault)
+    report = event("raised", 10.4, 0, text="RuntimeError: Timed out")
+    outcome = judged([FAULT, report], "[rank1]: Traceback\n[rank0]: Traceback", fault=fault)
     assert outcome.named == names
 
 
 def test_a_list_of_all_ranks_names_nobody() -> None:
     fault = Fault(case="NaN", victim=1, step=10, delay=0.0)
-    told = [event("raised", 10.4, rank, text="RuntimeError: the norm is not finite") for rank in range(RANKS)]
-    said = "[0] rank : 0 (local_rank: 0)\n[1] rank : 1 (local_rank: 1)\n[2] rank : 2 (local_rank: 2)"
-    outcome = judged([FAULT, *told], said, fault=fault)
+    report = [event("raised", 10.4, rank, text="RuntimeError: the norm is not finite") for rank in range(RANKS)]
+    output = "[0] rank : 0 (local_rank: 0)\n[1] rank : 1 (local_rank: 1)\n[2] rank : 2 (local_rank: 2)"
+    outcome = judged([FAULT, *report], output, fault=fault)
     assert not outcome.named
 
 
@@ -125,8 +125,8 @@ def test_a_skipped_window_is_one_lost_step() -> None:
     events = [FAULT, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0)]
     for each in events[1:4]:
         each["skipped"] = True
-    told = event("warned", 10.2, 0, text="the gradient of 'weight' on rank 1 is not finite")
-    outcome = judged([*events, told])
+    report = event("warned", 10.2, 0, text="the gradient of 'weight' on rank 1 is not finite")
+    outcome = judged([*events, report])
     assert (outcome.lost, outcome.named) == (1, True)
     assert outcome.went_on == pytest.approx(0.3)
 
@@ -134,8 +134,8 @@ def test_a_skipped_window_is_one_lost_step() -> None:
 @pytest.mark.parametrize(("case", "noticed"), [("NaN", 0.2), ("kill -9", None)])
 def test_a_rank_with_wrong_numbers_may_say_so_itself(case: str, noticed: float | None) -> None:
     planned = Fault(case=case, victim=0, step=10, delay=0.0)
-    fault, told = event("fault", 10.0, 0, step=10), event("warned", 10.2, 0, text="rank 0 is not finite")
-    outcome = judged([fault, told, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0)], fault=planned)
+    fault, report = event("fault", 10.0, 0, step=10), event("warned", 10.2, 0, text="rank 0 is not finite")
+    outcome = judged([fault, report, *steps(0, 10.1, range(11, 25)), *ends(0, 12.0)], fault=planned)
     assert outcome.noticed == (None if noticed is None else pytest.approx(noticed))
     assert outcome.named == (noticed is not None)
 
@@ -149,8 +149,8 @@ def without_the_victim(*, digests: str = "a-a", comes_back: str = "") -> list[di
     newcomer = [event("began", 14.0, INJURY.victim, 1, step=0)]
     if comes_back:
         newcomer.append(event("ended", 15.0, INJURY.victim, 1, digest=comes_back, finite=True, step=24))
-    told = event("warned", 10.1, 0, text="rank 1 (process 101 on a) has ended")
-    return [FAULT, told, *steps(0, 10.01, range(11, 12)), *again, *further, *newcomer, *ended]
+    report = event("warned", 10.1, 0, text="rank 1 (process 101 on a) has ended")
+    return [FAULT, report, *steps(0, 10.01, range(11, 12)), *again, *further, *newcomer, *ended]
 
 
 @pytest.mark.parametrize("comes_back", ["", "a"])
@@ -255,6 +255,9 @@ def test_cases_and_peers_are_chosen_by_name(tmp_path: Path) -> None:
     assert [cell.name for cell in peers.cells(peers.scenarios[0])] == ["2 hosts, 400 Mbit/s", "memory, naive"]
     many = RunPlan(scenarios=[Faults()], out=tmp_path, cases=["NaN"], jobs=3)
     assert many.cells(many.scenarios[0])[0].options == {"jobs": 3}
+    # What is wished of trials is nothing to others: for them seconds are those that a model computes.
+    whole = RunPlan(scenarios=[Peers()], out=tmp_path, peers=["DDP stock"], jobs=3, minutes=4.0)
+    assert whole.cells(Peers()) == Peers().cells(quick=False)
     with pytest.raises(ConfigurationError, match="--jobs must be at least 1"):
         RunPlan(scenarios=[Faults()], out=tmp_path, jobs=0)
     with pytest.raises(ConfigurationError, match="--minutes must be above 0"):
@@ -265,7 +268,7 @@ class Halves(Scenario):
     """Measures one round a run, of those that are not known."""
 
     name, title, source, question, slug = "halves", "Halves", "own", "What is left?", "halves"
-    adds_rounds = True
+    in_trials = True
 
     def cells(self, *, quick: bool) -> list[Cell]:
         return [Cell(name="one", ranks=1, rounds=2), Cell(name="two", ranks=1, rounds=2)]
@@ -300,7 +303,7 @@ def test_a_run_goes_on_in_its_folder(tmp_path: Path) -> None:
 class Once(Halves):
     """Cells of which each is measured in one go."""
 
-    name, adds_rounds = "once", False
+    name, in_trials = "once", False
 
     def drive(self, cell: Cell, lab: Lab | None, rows: RowFile, progress: Progress) -> None:
         for seed in range(cell.rounds):
@@ -395,7 +398,7 @@ def test_a_real_fault_is_named_gone_on_after_and_leaves_nothing(peer: str) -> No
         pytest.skip(f"{peer}: {absent}")
     outcome = Trial(peer=peer, case="kill -9", seed=3, limits=Limits(start=200.0)).run()
     assert outcome is not None
-    assert outcome.named, outcome.said
+    assert outcome.named, outcome.output
     assert outcome.noticed is not None
     assert outcome.lost is not None
     assert outcome.left == ()

@@ -18,24 +18,22 @@ from rich.console import Console
 
 import gradsync
 from gradsync.errors import ConfigurationError
-from gradsync.lab import LabError
-from gradsync.tools.bench import placement
-from gradsync.tools.bench.device import CPU, Cuda, Device, GpuSharing, ranks_of
+from gradsync.lab import LabError, SharedGpu
+from gradsync.tools.bench import runner
+from gradsync.tools.bench.device import CPU, Cuda, Device, GpuSharing, place_of
 from gradsync.tools.bench.measure import CellRounds
-from gradsync.tools.bench.placement import OnGpu, find_placement
 from gradsync.tools.bench.record import Cell, CellRecord, RowFile
 from gradsync.tools.bench.report import REPORT, BenchScreen
-from gradsync.tools.bench.runner import RunPlan, run
+from gradsync.tools.bench.runner import Placement, RunPlan, run
 from gradsync.tools.bench.scenario import Scenario, gpu_cell
 from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
 from gradsync.tools.lab import emulated
 from gradsync.tools.lab.emulated import transformer
-from tests.tools.test_bench import run_command
 
 pytestmark = pytest.mark.timeout(120)
 
 OVER_NCCL = ("accumulation", "overlap", "bucket-size", "skip-sync", "scaling", "round-robin", "wire", "peers")
-ONE = OnGpu(gpus=1, sharing=GpuSharing.MPS)
+ONE, TWO = (Placement(gpus=gpus, sharing=GpuSharing.MPS) for gpus in (1, 2))
 
 
 def named(name: str) -> Scenario:
@@ -93,10 +91,10 @@ def test_hosts_of_the_lab_are_for_cpu_ranks(case: str, expected: str) -> None:
 def test_cuda_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigurationError, match="--device cuda needs a GPU, and torch sees none here"):
-        find_placement("cuda")
+        Placement.on("cuda")
     with pytest.raises(ConfigurationError, match="--device is cpu or cuda, got 'tpu'"):
-        find_placement("tpu")
-    assert find_placement("cpu").device == "cpu"
+        Placement.on("tpu")
+    assert Placement.on("cpu").device == "cpu"
 
 
 class NoMps:
@@ -121,20 +119,20 @@ def test_without_mps_ranks_take_turns_and_a_line_says_so(
     monkeypatch: pytest.MonkeyPatch, gpu: Callable[..., Any], sharing: GpuSharing
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(placement, "SharedGpu", gpu)
-    found = OnGpu.find()
+    monkeypatch.setattr(runner, "SharedGpu", gpu)
+    found = Placement.on("cuda")
     assert (found.gpus, found.sharing) == (1, sharing)
     words = ["MPS is not used, so ranks that share a GPU take turns on it (time slices): no daemon today"]
-    assert found.notes == (words if sharing is GpuSharing.SLICES else [])
+    assert list(found.notes) == (words if sharing is GpuSharing.SLICES else [])
 
 
 def test_ranks_share_a_gpu_as_their_cell_says() -> None:
     cell = gpu_cell("three", quick=True, step_seconds=0.1, ranks=3)
-    with ranks_of(replace(cell, sharing=str(GpuSharing.SLICES))) as ranks:
-        assert ranks.gpu is not None
-        assert (ranks.gpu.plan.ranks, ranks.gpu.plan.mps) == (3, False)
-    with ranks_of(replace(cell, sharing=str(GpuSharing.OWN))) as ranks:
-        assert (ranks.gpu, ranks.lab) == (None, None)
+    with place_of(replace(cell, sharing=str(GpuSharing.SLICES))) as place:
+        assert isinstance(place, SharedGpu)
+        assert (place.plan.ranks, place.plan.mps) == (3, False)
+    with place_of(replace(cell, sharing=str(GpuSharing.OWN))) as place:
+        assert place is None
 
 
 # -- times ------------------------------------------------------------------------------------------------------------
@@ -199,7 +197,7 @@ def small(cell: Cell) -> Cell:
     return replace(cell, device="cpu", warmup=1, rounds=2, block=2, seconds=20, options=options)
 
 
-class OnlySmall(OnGpu):
+class OnlySmall(Placement):
     """The first cell of a scenario over NCCL, and those whose ranks do something different, on CPU ranks."""
 
     def cells(self, scenario: Scenario, *, quick: bool) -> list[Cell]:
@@ -250,7 +248,7 @@ class Pretended(Scenario):
 
 def test_records_and_the_report_say_how_the_gpu_was_shared(tmp_path: Path) -> None:
     note = "MPS is not used, so ranks take turns"
-    placement = OnGpu(gpus=1, sharing=GpuSharing.SLICES, notes=[note])
+    placement = Placement(gpus=1, sharing=GpuSharing.SLICES, notes=[note])
     console = Console(file=io.StringIO(), width=160)
     plan = RunPlan(scenarios=[Pretended()], out=tmp_path / "out", placement=placement)
     outcome = run(plan, BenchScreen(console))
@@ -275,8 +273,7 @@ def test_records_and_the_report_say_how_the_gpu_was_shared(tmp_path: Path) -> No
 
 
 def test_a_run_without_a_report_keeps_its_lines_and_can_be_drawn_later(tmp_path: Path) -> None:
-    placement = OnGpu(gpus=2, sharing=GpuSharing.MPS)
-    plan = RunPlan(scenarios=[Pretended()], out=tmp_path / "out", placement=placement, reports=False)
+    plan = RunPlan(scenarios=[Pretended()], out=tmp_path / "out", placement=TWO, reports=False)
     outcome = run(plan, BenchScreen(Console(file=io.StringIO())))
     assert (outcome.sections, outcome.failed) == ([], [])
     assert not (outcome.folder.path / REPORT).exists()
@@ -284,8 +281,7 @@ def test_a_run_without_a_report_keeps_its_lines_and_can_be_drawn_later(tmp_path:
 
 
 def test_a_run_whose_time_is_over_begins_no_cell(tmp_path: Path) -> None:
-    placement = OnGpu(gpus=2, sharing=GpuSharing.MPS)
-    plan = RunPlan(scenarios=[Pretended()], out=tmp_path / "out", placement=placement, minutes=1e-9, reports=False)
+    plan = RunPlan(scenarios=[Pretended()], out=tmp_path / "out", placement=TWO, minutes=1e-9, reports=False)
     console = Console(file=io.StringIO(), width=300)
     assert run(plan, BenchScreen(console)).folder.records("pretended") == []
     assert console.file.getvalue().count("is left for --resume") == 2  # type: ignore[attr-defined]
@@ -312,39 +308,6 @@ def test_a_run_of_real_ranks_goes_on_where_it_was_interrupted(tmp_path: Path) ->
     assert [record.outcome for record in outcome.folder.records("scaling")] == ["done", "done"]
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert shown.count("is measured already") == 1
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("gpus", "arguments", "expected"),
-    [
-        (0, ["overlap", "--device", "cuda"], "--device cuda needs a GPU"),
-        (1, ["faults", "--device", "cuda"], "faults runs on CPU ranks only: leave --device cuda out"),
-        (1, ["overlap", "--device", "gpu"], "--device is cpu or cuda, got 'gpu'"),
-        (
-            1,
-            ["overlap", "--device", "cuda", "--cases", "2 hosts, 400 Mbit/s"],
-            "hosts and links are those of CPU ranks",
-        ),
-    ],
-)
-def test_bad_input_is_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    gpus: int,
-    arguments: list[str],
-    expected: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert run_command(monkeypatch, *arguments) == 2
-    shown = capsys.readouterr().err
-    assert expected in shown
-    assert len(shown.splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 # -- with a GPU -------------------------------------------------------------------------------------------------------

@@ -10,9 +10,7 @@ again and again, which is possible while torch computes, and keeps the largest v
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
@@ -23,19 +21,17 @@ from torch.cuda import nccl
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.tools.bench.record import Cell
-from gradsync.tools.lab import Lab, LabPlan, Rate, SharedGpu, SharedGpuPlan, fork_gpu_ranks
+from gradsync.tools.lab import Lab, LabPlan, Rate, SharedGpu, SharedGpuPlan
 from gradsync.tools.lab.emulated import EmulatedGpuModel, EmulatedModel, Profile
-from gradsync.tools.lab.lab import fork_ranks
 
 __all__ = [
     "CPU",
     "DEVICES",
-    "CellRanks",
     "Cuda",
     "Device",
     "GpuSharing",
     "PeakMemory",
-    "ranks_of",
+    "place_of",
     "used_bytes",
 ]
 
@@ -65,15 +61,11 @@ class PeakMemory:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak memory", daemon=True)
 
-    @property
-    def growth(self) -> int:
-        return self.peak - self.before
-
     def take(self) -> int:
         """The growth since the last call; the next begins from what is used now."""
         self._see()
         with self._lock:
-            growth, self.peak = self.growth, 0
+            growth, self.peak = self.peak - self.before, 0
         return growth
 
     def __enter__(self) -> Self:
@@ -192,9 +184,6 @@ CPU = Device()
 DEVICES: dict[str, type[Device]] = {each.name: each for each in (Device, Cuda)}
 
 
-# -- ranks ----------------------------------------------------------------------------------------------------------
-
-
 class GpuSharing(StrEnum):
     """How the ranks of a cell have their GPUs, as the report says it."""
 
@@ -203,31 +192,11 @@ class GpuSharing(StrEnum):
     SLICES = "ranks share one GPU by time slices"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CellRanks:
-    """The ranks of a cell on the hosts of ``lab``, on a shared ``gpu``, or on this machine."""
-
-    lab: Lab | None = None
-    gpu: SharedGpu | None = None
-
-    def fork(self, cell: Cell, function: Callable[[], object], *, timeout: float) -> None:
-        """``function()`` in every rank."""
-        if self.gpu is not None:
-            fork_gpu_ranks(self.gpu, function, timeout=timeout)
-        else:
-            fork_ranks(self.lab, function, ranks_per_host=cell.ranks_per_host, timeout=timeout)
-
-
-@contextmanager
-def ranks_of(cell: Cell) -> Iterator[CellRanks]:
-    """What the ranks of a cell need, as long as the context lasts."""
+def place_of(cell: Cell) -> "AbstractContextManager[Lab | SharedGpu | None]":
+    """Where the ranks of a cell run while the context is open: hosts, a shared GPU, or None for this machine alone."""
     if cell.hosts is not None:
         rate = None if cell.rate is None else Rate.parse(cell.rate)
-        with Lab(LabPlan(name=LAB_NAME, hosts=cell.hosts, rate=rate)) as lab:
-            yield CellRanks(lab=lab)
-    elif cell.sharing in (GpuSharing.MPS, GpuSharing.SLICES):
-        plan = SharedGpuPlan(ranks=cell.ranks, mps=cell.sharing == GpuSharing.MPS, channels=CHANNELS)
-        with SharedGpu(plan) as gpu:
-            yield CellRanks(gpu=gpu)
-    else:
-        yield CellRanks()
+        return Lab(LabPlan(name=LAB_NAME, hosts=cell.hosts, rate=rate))
+    if cell.sharing in (GpuSharing.MPS, GpuSharing.SLICES):
+        return SharedGpu(SharedGpuPlan(ranks=cell.ranks, mps=cell.sharing == GpuSharing.MPS, channels=CHANNELS))
+    return nullcontext()

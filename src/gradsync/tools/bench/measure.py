@@ -14,7 +14,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -24,7 +23,7 @@ from gradsync.communicator.agreement import gather_bytes
 from gradsync.tools.bench.device import CPU, Device
 from gradsync.tools.bench.record import LIMITS, Cell, RowFile, Sample
 
-__all__ = ["CellRounds", "LateParts", "Meter", "Parts", "Progress", "Steady", "Step"]
+__all__ = ["CellRounds", "LateParts", "Parts", "Progress", "Steady", "Step"]
 
 Parts = Mapping[str, float]
 # Tells the seconds of parts of a step, once the device is done with it.
@@ -51,16 +50,12 @@ class Steady:
 
 # Reads how many bytes have left the interface.
 Meter = Callable[[], int]
+# Is returned on rank 0, between rounds, how many of how many are done.
+Progress = Callable[[int, int], object]
 
 ORDER_SEED = 0
 # How many of several settings are tried again before one is called the best.
 FINALISTS = 2
-
-
-class Progress(Protocol):
-    """Is told on rank 0, between rounds, how far a cell is."""
-
-    def advance(self, done: int, total: int) -> None: ...
 
 
 class CellRounds:
@@ -71,7 +66,7 @@ class CellRounds:
         cell: Cell,
         rows: RowFile,
         *,
-        progress: Progress | None = None,
+        progress: Progress = lambda done, total: None,
         meter: Meter = lambda: 0,
         device: Device = CPU,
     ) -> None:
@@ -92,9 +87,9 @@ class CellRounds:
         if self.rank == 0:
             self._rows.fact(name, value)
 
-    def limits(self, *, compute: str, wire: Mapping[str, float]) -> None:
-        """What bounds the variants: the one that only computes, and seconds of wire by variant, or of all as ``*``."""
-        self.fact(LIMITS, {"compute": compute, "wire": dict(wire)})
+    def limits(self, *, compute: str, communication: Mapping[str, float]) -> None:
+        """What bounds the variants: the one that only computes, and seconds of sending by variant, or as ``*``."""
+        self.fact(LIMITS, {"compute": compute, "wire": dict(communication)})
 
     def absent(self, variant: str, reason: str) -> None:
         """A variant that does not run here."""
@@ -109,8 +104,7 @@ class CellRounds:
             if self.rank == 0:
                 if number >= self.cell.warmup:
                     self._write(number - self.cell.warmup, timings)
-                if self._progress is not None:
-                    self._progress.advance(number + 1, total)
+                self._progress(number + 1, total)
 
     def best(self, variants: Mapping[str, Step], *, warmup: int = 3, rounds: int = 5) -> str:
         """The fastest of some settings, from rounds that are not recorded; the same answer on all ranks.
@@ -151,7 +145,7 @@ class CellRounds:
         if steady is not None:
             steady.step()
         began = time.perf_counter()
-        told = [step() for _ in range(self.cell.block)]
+        returned = [step() for _ in range(self.cell.block)]
         self.device.finish()
         seconds = time.perf_counter() - began
         if steady is not None:
@@ -159,9 +153,9 @@ class CellRounds:
         # A rank that is done first would otherwise miss what still passes through its interface.
         self.meet()
         times = self.cell.block * (1 if steady is None else steady.times)
-        # Bytes of all steps: what the one before the clock left on the wire is among them.
+        # Bytes of all steps: what the one before the clock left under way is among them.
         steps = times if steady is None else times + 1
-        return Sample(seconds=seconds / times, sent=(self._meter() - before) // steps, parts=_mean_parts(told))
+        return Sample(seconds=seconds / times, sent=(self._meter() - before) // steps, parts=_mean_parts(returned))
 
     def meet(self) -> None:
         """Wait for all ranks, on a group that no variant uses."""
@@ -181,7 +175,7 @@ class CellRounds:
             self._rows.write("sample", variant=name, round=number, **asdict(slowest) | everyone)
 
 
-def _mean_parts(told: Sequence[Parts | LateParts | None]) -> Parts:
+def _mean_parts(returned: Sequence[Parts | LateParts | None]) -> Parts:
     """Over the steps of a block."""
-    known = [each() if callable(each) else each for each in told if each is not None]
+    known = [each() if callable(each) else each for each in returned if each is not None]
     return {name: statistics.fmean(each[name] for each in known) for name in (known[0] if known else {})}

@@ -11,9 +11,9 @@ import inspect
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -42,13 +42,11 @@ __all__ = [
     "PEERS",
     "SHARDED",
     "TUNED",
+    "ZERO",
     "Accelerate",
     "FSDP2Replicate",
     "Gradsync",
     "GradsyncLocal",
-    "GradsyncOverlapped",
-    "GradsyncSharded",
-    "HookedDDP",
     "MakeOptimizer",
     "NoWrapper",
     "OuterSGD",
@@ -56,7 +54,6 @@ __all__ = [
     "TorchDDP",
     "TorchFT",
     "WrappedModel",
-    "ZeroRedundancy",
     "blocks_of",
     "tuned_options",
 ]
@@ -68,6 +65,7 @@ TorchDDP = nn.parallel.DistributedDataParallel
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 # What is made of the way that ranks have gone by themselves, by DiLoCo's settings.
 OuterSGD = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+POWER_RANK = 4
 TORCHFT_TIMEOUT = timedelta(seconds=60)
 
 
@@ -78,8 +76,8 @@ class WrappedModel:
     model: nn.Module
     optimizer: Any
     backward: Callable[[torch.Tensor], Any]
-    no_sync: Callable[[], AbstractContextManager[Any]]
-    # Frames a micro-batch; is told whether it is the last of its window. None: this peer has no such thing.
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
+    # Frames a micro-batch; gets whether it is the last of its window. None: this peer has no such thing.
     accumulate: Callable[[bool], AbstractContextManager[Any]] | None = None
     # In there, where it divides by the length of the window itself; None: as outside.
     framed_backward: Callable[[torch.Tensor], Any] | None = None
@@ -111,12 +109,16 @@ class NoWrapper(Peer):
     name: str = ALONE
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
-        return _summing(model, optimizer, window, no_sync=nullcontext, accumulate=lambda last: nullcontext())
+        return _summing(model, optimizer, window, accumulate=lambda last: nullcontext())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradsync(Peer):
-    """gradsync's wrapper, with one of its schedules; ``communicator`` makes the one it takes, if not its own."""
+    """gradsync's wrapper, with one of its schedules; ``communicator`` makes the one it takes, if not its own.
+
+    With ``gathers`` its optimizer is sharded, of the class and the options of the one that others get, and works by
+    that mode. With ``late_means`` every rank runs the whole optimizer, when means come behind the next forward.
+    """
 
     name: str = OURS
     schedule: Schedule = "overlapped"
@@ -124,6 +126,10 @@ class Gradsync(Peer):
     observer: Observer | None = None
     communicator: Callable[[], Communicator] | None = None
     reduction: str | None = None
+    gathers: Mode | None = None
+    late_means: bool = False
+    # Further ones of the wrapper.
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         wrapper = DistributedDataParallel(
@@ -133,37 +139,21 @@ class Gradsync(Peer):
             schedule=self.schedule,
             observer=self.observer,
             reduction=self.reduction,
+            **self.settings,
         )
-        return _in_our_loop(wrapper, optimizer, window)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradsyncSharded(Peer):
-    """gradsync's wrapper with its sharded optimizer, of the class and the options of the one that others get."""
-
-    name: str = SHARDED
-    observer: Observer | None = None
-    mode: Mode = "next-forward"
-
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
-        wrapper = DistributedDataParallel(model, observer=self.observer)
-        wrapped = _in_our_loop(wrapper, optimizer, window)
-        wrapped.optimizer = ShardedOptimizer.of(wrapped.optimizer, wrapper, self.mode)
-        wrapped.flush = wrapped.optimizer.flush
-        return wrapped
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradsyncOverlapped(Peer):
-    """gradsync's wrapper with an optimizer that every rank runs whole, when means come behind the next forward."""
-
-    name: str = OVERLAPPED
-
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
-        wrapper = DistributedDataParallel(model)
-        wrapped = _in_our_loop(wrapper, optimizer, window)
-        wrapped.optimizer = OverlappedOptimizer(wrapper, wrapped.optimizer)
-        wrapped.flush = wrapped.optimizer.flush
+        wrapped = _summing(
+            wrapper,
+            optimizer,
+            window,
+            no_sync=wrapper.no_sync,
+            accumulate=lambda last: wrapper.accumulate(last=last),
+            framed_backward=wrapper.backward,
+        )
+        if self.gathers is not None:
+            wrapped.optimizer = ShardedOptimizer.of(wrapped.optimizer, wrapper, self.gathers)
+        elif self.late_means:
+            wrapped.optimizer = OverlappedOptimizer(wrapper, wrapped.optimizer)
+        wrapped.flush = getattr(wrapped.optimizer, "flush", wrapped.flush)
         return wrapped
 
 
@@ -172,11 +162,11 @@ class GradsyncLocal(Peer):
     """Every rank trains locally; after ``every`` steps parameters are averaged, or combined by an ``outer``."""
 
     name: str = "gradsync local"
-    every: int = 16
+    every: int
     outer: MakeOptimizer | None = None
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
-        wrapped = _summing(model, optimizer, window, no_sync=nullcontext, accumulate=lambda last: nullcontext())
+        wrapped = NoWrapper().wrap(model, optimizer, window=window)
         local = LocalSteps(model, wrapped.optimizer, every=self.every, outer=self.outer)
         # Nothing else holds it.
         wrapped.flush = local.synchronize
@@ -185,57 +175,37 @@ class GradsyncLocal(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(Peer):
-    """torch's DistributedDataParallel, as it comes or with everything that makes it faster switched on."""
+    """torch's DistributedDataParallel, as it comes or with everything that makes it faster switched on.
+
+    ``hook`` is one of its own that send fewer bytes. With ``shares_state`` its ZeroRedundancyOptimizer shares out the
+    state; gradients and what is sent are the same.
+    """
 
     name: str = "DDP stock"
     tuned: bool = False
     bucket_mb: float | None = None
+    hook: Literal["fp16", "powersgd"] | None = None
+    shares_state: bool = False
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         options: dict[str, Any] = tuned_options() if self.tuned else {}
         if self.bucket_mb is not None:
             options["bucket_cap_mb"] = self.bucket_mb
-        wrapper = TorchDDP(model, **options)
-        return _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
+        wrapper: Any = TorchDDP(model, **options)
+        if self.hook is not None:
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=POWER_RANK, start_powerSGD_iter=2)
+            hooks = {"fp16": (None, default_hooks.fp16_compress_hook), "powersgd": (state, powerSGD_hook.powerSGD_hook)}
+            wrapper.register_comm_hook(*hooks[self.hook])
+        wrapped = _summing(wrapper, optimizer, window, no_sync=wrapper.no_sync)
+        if self.shares_state:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
 
-@dataclass(frozen=True, kw_only=True)
-class HookedDDP(Peer):
-    """torch's DDP, tuned, with one of its own hooks that send fewer bytes."""
-
-    name: str
-    hook: Literal["fp16", "powersgd"]
-    bucket_mb: float | None = None
-    rank: int = 4
-
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-        wrapped = DDP(tuned=True, bucket_mb=self.bucket_mb).wrap(model, optimizer, window=window)
-        wrapper: Any = wrapped.model
-        if self.hook == "fp16":
-            wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        else:
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=self.rank, start_powerSGD_iter=2)
-            wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return wrapped
-
-
-@dataclass(frozen=True, kw_only=True)
-class ZeroRedundancy(Peer):
-    """torch's DDP, tuned, with its ZeroRedundancyOptimizer: the state is shared out, gradients and wire are DDP's."""
-
-    name: str = ZERO
-    bucket_mb: float | None = None
-
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        wrapped = DDP(tuned=True, bucket_mb=self.bucket_mb).wrap(model, optimizer, window=window)
-        options = {key: wrapped.optimizer.defaults[key] for key in ("lr", "foreach")}
-        wrapped.optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), type(wrapped.optimizer), parameters_as_bucket_view=True, **options
-        )
+            common = {key: wrapped.optimizer.defaults[key] for key in ("lr", "foreach")}
+            wrapped.optimizer = ZeroRedundancyOptimizer(
+                model.parameters(), type(wrapped.optimizer), parameters_as_bucket_view=True, **common
+            )
         return wrapped
 
 
@@ -305,7 +275,7 @@ class FSDP2(Peer):
         from torch.distributed.fsdp import fully_shard
 
         sharded = _by_block(fully_shard, model, reshard_after_forward=False)
-        return _summing(sharded, optimizer, window, no_sync=nullcontext)
+        return _summing(sharded, optimizer, window)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,7 +312,7 @@ class TorchFT(Peer):
     of its own, and all of them are needed for a quorum."""
 
     name: str = "torchft"
-    every: int = 16
+    every: int
     needs = "torchft"
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
@@ -353,7 +323,7 @@ class TorchFT(Peer):
             manager, [model], wrapped.optimizer, OuterSGD(model.parameters()), sync_every=self.every, pin_memory=False
         )
         diloco.__enter__()
-        # Whoever holds the model holds what belongs to it.
+        # It lives as long as the wrapped model.
         wrapped.flush = lambda: diloco and None
         return wrapped
 
@@ -363,8 +333,8 @@ def _manager() -> Any:
     coordination: Any = importlib.import_module("torchft.coordination")
     rank, ranks, here = dist.get_rank(), dist.get_world_size(), _own_address()
     lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=ranks) if rank == 0 else None
-    told = [None if lighthouse is None else f"http://{here}:{urlsplit(lighthouse.address()).port}"]
-    dist.broadcast_object_list(told)
+    address = [None if lighthouse is None else f"http://{here}:{urlsplit(lighthouse.address()).port}"]
+    dist.broadcast_object_list(address)
     store = TCPStore(here, 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=TORCHFT_TIMEOUT),
@@ -377,7 +347,7 @@ def _manager() -> Any:
         world_size=1,
         store_addr=here,
         store_port=store.port,
-        lighthouse_addr=told[0],
+        lighthouse_addr=address[0],
         replica_id=f"rank{rank}",
         hostname=here,
         init_sync=False,
@@ -413,17 +383,6 @@ def _summing(model: nn.Module, optimizer: MakeOptimizer, window: int, **others: 
         (loss / window).backward()
 
     return WrappedModel(model=model, optimizer=optimizer(model.parameters()), backward=backward, **others)
-
-
-def _in_our_loop(wrapper: DistributedDataParallel, optimizer: MakeOptimizer, window: int) -> WrappedModel:
-    return _summing(
-        wrapper,
-        optimizer,
-        window,
-        no_sync=wrapper.no_sync,
-        accumulate=lambda last: wrapper.accumulate(last=last),
-        framed_backward=wrapper.backward,
-    )
 
 
 def _by_block(apply: Callable[..., Any], model: nn.Module, names: tuple[str, ...] | None = None, **options: Any) -> Any:

@@ -39,27 +39,22 @@ from gradsync.base.files import whole_file
 from gradsync.tools.lab.lab import Rate
 
 __all__ = [
-    "CONFIG",
     "DONE",
     "EVERY",
-    "FIGURES",
     "INTERRUPTED",
     "LIMITS",
     "RESAMPLING_SEED",
     "Cell",
     "CellRecord",
-    "Ratio",
     "ResultFolder",
     "RowFile",
     "Sample",
-    "Summary",
     "percent",
     "percentile",
     "ratio",
     "read_records",
     "ring_bytes",
     "summarize",
-    "wire_seconds",
 ]
 
 RESAMPLES = 1000
@@ -130,12 +125,7 @@ def ring_bytes(size: int, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * size
 
 
-def wire_seconds(size: int, ranks: int, bytes_per_second: float | None) -> float:
-    """What all-reducing ``size`` bytes takes on a link that is always full; without a rate the wire is no limit."""
-    return 0.0 if bytes_per_second is None else ring_bytes(size, ranks) / bytes_per_second
-
-
-# A fact: the variant that only computes, and the seconds of wire by variant.
+# A fact: the variant that only computes, and the seconds of communication by variant.
 LIMITS, EVERY = "limits", "*"
 DONE, INTERRUPTED = "done", "interrupted"
 CONFIG, FIGURES, RAW, RESULT = "config.json", "figures", ".jsonl", ".json"
@@ -177,9 +167,13 @@ class Cell:
         """Of a link; None if nothing limits it."""
         return None if self.rate is None else Rate.parse(self.rate).bytes_per_second
 
-    def wire_seconds(self, nbytes: int, *, senders: int | None = None) -> float:
-        """What averaging so many bytes takes at least, over the links between all ranks, or so many ``senders``."""
-        return wire_seconds(nbytes, senders or self.ranks, self.bytes_per_second)
+    def transfer_seconds(self, nbytes: int, *, senders: int | None = None) -> float:
+        """What averaging these bytes takes on links that are always full, between all ranks or ``senders`` of them.
+
+        Without a rate the links are no limit.
+        """
+        rate = self.bytes_per_second
+        return 0.0 if rate is None else ring_bytes(nbytes, senders or self.ranks) / rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,8 +234,8 @@ class CellRecord:
         bounds = self.facts.get(LIMITS)
         if bounds is None or bounds["compute"] not in self.samples:
             return None
-        wire = 0.0 if variant == bounds["compute"] else bounds["wire"].get(variant, bounds["wire"].get(EVERY, 0.0))
-        return max(self.summary(bounds["compute"]).median, float(wire))
+        sent = {} if variant == bounds["compute"] else bounds["wire"]
+        return max(self.summary(bounds["compute"]).median, float(sent.get(variant, sent.get(EVERY, 0.0))))
 
 
 class RowFile:

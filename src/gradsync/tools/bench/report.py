@@ -111,9 +111,9 @@ def _note(record: CellRecord) -> str:
 
 
 def _result(section: Section, records: Sequence[CellRecord]) -> dict[str, Any]:
-    told = {key: getattr(section, key) for key in ("title", "question", "source", "places", "reading", "notes")}
+    texts = {key: getattr(section, key) for key in ("title", "question", "source", "places", "reading", "notes")}
     tables = [dataclasses.asdict(table) for table in section.tables]
-    return {"scenario": section.name, **told, "tables": tables, "cells": [_cell_result(record) for record in records]}
+    return {"scenario": section.name, **texts, "tables": tables, "cells": [_cell_result(record) for record in records]}
 
 
 def _cell_result(record: CellRecord) -> dict[str, Any]:

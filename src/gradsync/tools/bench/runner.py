@@ -15,33 +15,86 @@ import platform
 import subprocess
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.observe.charts.canvas import require
-from gradsync.tools.bench.device import ranks_of
+from gradsync.tools.bench.device import GpuSharing, place_of
 from gradsync.tools.bench.measure import ORDER_SEED
-from gradsync.tools.bench.placement import Placement
 from gradsync.tools.bench.record import DONE, INTERRUPTED, RESAMPLING_SEED, Cell, CellRecord, ResultFolder, RowFile
 from gradsync.tools.bench.report import BenchScreen, Section, build_report
 from gradsync.tools.bench.scenario import Scenario
+from gradsync.tools.lab import SharedGpu, SharedGpuPlan
 from gradsync.tools.lab.system import check_fit
 
-__all__ = ["BenchOutcome", "RunPlan", "commit", "describe_machine", "missing_lab", "run", "versions"]
+__all__ = ["BenchOutcome", "Placement", "RunPlan", "commit", "describe_machine", "run", "versions"]
 
 PACKAGES = ("torch", "accelerate", "lightning-fabric", "numpy", "matplotlib")
-CPU_KEYS = ("model name", "Model name", "Hardware", "cpu model")
-# ARM kernels name no model, only who made the part and its number.
-ARM_PARTS = {
-    "0xd0c": "Neoverse-N1",
-    "0xd40": "Neoverse-V1",
-    "0xd49": "Neoverse-N2",
-    "0xd4f": "Neoverse-V2",
-    "0xd08": "Cortex-A72",
-    "0xd03": "Cortex-A53",
-}
 SOURCE = Path(__file__).resolve().parent
+# With it torch counts GPUs without starting CUDA in this process, whose forks could not start it any more.
+COUNT_ONLY = "PYTORCH_NVML_BASED_CUDA_CHECK"
+# In the names of cells, tables and panels.
+SHORT = {GpuSharing.OWN: "one GPU per rank", GpuSharing.MPS: "one GPU, MPS", GpuSharing.SLICES: "one GPU, time slices"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Which cells there are here: without ``gpus`` those of CPU ranks over Gloo, on hosts of the lab where a cell wants
+    some; with them those over NCCL, one rank per GPU where there are enough, else all on one, by ``sharing``.
+
+    ``notes`` are said before the first cell.
+    """
+
+    gpus: int = 0
+    sharing: GpuSharing = GpuSharing.OWN
+    notes: Sequence[str] = ()
+
+    @classmethod
+    def on(cls, device: str) -> "Placement":
+        """By the name of the device."""
+        if device not in ("cpu", "cuda"):
+            raise ConfigurationError(f"--device is cpu or cuda, got {device!r}")
+        if device == "cpu":
+            return cls()
+        os.environ.setdefault(COUNT_ONLY, "1")
+        gpus = torch.cuda.device_count()
+        if gpus == 0:
+            raise ConfigurationError("--device cuda needs a GPU, and torch sees none here. Leave it out for CPU ranks")
+        try:
+            with SharedGpu(SharedGpuPlan(mps=True)):
+                return cls(gpus=gpus, sharing=GpuSharing.MPS)
+        except GradsyncError as error:
+            note = f"MPS is not used, so ranks that share a GPU take turns on it (time slices): {error}"
+            return cls(gpus=gpus, sharing=GpuSharing.SLICES, notes=[note])
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpus else "cpu"
+
+    def cells(self, scenario: Scenario, *, quick: bool) -> list[Cell]:
+        if not self.gpus:
+            return scenario.cells(quick=quick)
+        return [self._placed(cell) for cell in scenario.gpu_cells(quick=quick)]
+
+    def scenarios(self, asked: Sequence[Scenario], *, all_of_them: bool) -> Sequence[Scenario]:
+        """Those that have cells here; one that was asked for by its name must."""
+        found = [each for each in asked if not self.gpus or each.gpu_cells(quick=True)]
+        if not all_of_them and len(found) < len(asked):
+            raise ConfigurationError(f"{asked[0].name} runs on CPU ranks only: leave --device cuda out")
+        return found
+
+    def without(self, case: str) -> str:
+        """Why a case may be missing here."""
+        hosts = ": hosts and links are those of CPU ranks" if "host" in case or "bit/s" in case else ""
+        return f" with --device cuda{hosts}" if self.gpus else ""
+
+    def _placed(self, cell: Cell) -> Cell:
+        sharing = GpuSharing.OWN if cell.ranks <= self.gpus else self.sharing
+        return dataclasses.replace(cell, name=f"{cell.name}, {SHORT[sharing]}", sharing=str(sharing))
 
 
 def missing_lab() -> str:
@@ -96,16 +149,17 @@ class RunPlan:
             raise ConfigurationError(f"--cases: {scenario.name} has no case {unknown[0]!r}{why}. It has: {names}")
         if wanted:
             cells = [cell for cell in cells if cell.name in wanted]
-        cells = [dataclasses.replace(cell, options={**cell.options, **self._wishes(len(cells))}) for cell in cells]
+        if scenario.in_trials:
+            cells = [dataclasses.replace(cell, options={**cell.options, **self._wishes(len(cells))}) for cell in cells]
         if self.rounds is None:
             return cells
         each = {cell.name: cell.seconds / (cell.rounds + cell.warmup) * (self.rounds + cell.warmup) for cell in cells}
         return [dataclasses.replace(cell, rounds=self.rounds, seconds=each[cell.name]) for cell in cells]
 
     def _wishes(self, cells: int) -> dict[str, object]:
-        wishes: dict[str, object] = {"peers": list(self.peers)} if self.peers else {}
-        wishes |= {"jobs": self.jobs} if self.jobs > 1 else {}
-        return wishes | ({} if self.minutes is None else {"seconds": self.minutes * 60 / cells})
+        seconds = None if self.minutes is None else self.minutes * 60 / cells
+        wishes = {"peers": list(self.peers) or None, "jobs": self.jobs if self.jobs > 1 else None, "seconds": seconds}
+        return {name: value for name, value in wishes.items() if value is not None}
 
     def runs(self, cell: Cell) -> bool:
         return cell.hosts is None or not self.no_lab
@@ -151,7 +205,7 @@ def run(plan: RunPlan, screen: BenchScreen) -> BenchOutcome:
                     elif time.monotonic() > deadline:
                         screen.note(f"{cell.name} is left for --resume {plan.out}: the time of --minutes is over")
                     elif runs:
-                        (rows.cell if known is None or not scenario.adds_rounds else rows.resume)(cell)
+                        (rows.cell if known is None or not scenario.in_trials else rows.resume)(cell)
                         _run_cell(scenario, cell, rows, screen, later)
                     else:
                         # What an earlier run has measured of it stays what it is.
@@ -205,7 +259,7 @@ def _require_same(scenario: Scenario, cell: Cell, known: CellRecord | None, out:
 
 def _is_measured(scenario: Scenario, known: CellRecord | None) -> bool:
     """Cells are whole or not, unless a scenario adds to what is known."""
-    return known is not None and known.outcome == DONE and not scenario.adds_rounds
+    return known is not None and known.outcome == DONE and not scenario.in_trials
 
 
 def _config(plan: RunPlan) -> dict[str, object]:
@@ -228,8 +282,8 @@ def _run_cell(scenario: Scenario, cell: Cell, rows: RowFile, screen: BenchScreen
     # The first optimizer of a process imports it, which takes seconds: once here, and not once a rank.
     importlib.import_module("torch._dynamo")
     try:
-        with ranks_of(cell) as ranks:
-            scenario.drive(cell, ranks, rows, progress)
+        with place_of(cell) as place:
+            scenario.drive(cell, place, rows, progress.advance)
     except KeyboardInterrupt:
         rows.write(INTERRUPTED)
         raise
@@ -259,21 +313,21 @@ def describe_machine() -> dict[str, str | int | float]:
     """Cores, CPU, memory and kernel."""
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "cpu": _cpu(),
+        "cpu": f"{_cpu()} ({platform.machine()})",
         "memory GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "kernel": f"{platform.system()} {platform.release()}",
     }
 
 
 def _cpu() -> str:
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    values = {key.strip(): value.strip() for key, found, value in (line.partition(":") for line in lines) if found}
-    for key in CPU_KEYS:
-        if values.get(key):
-            return f"{values[key]} ({platform.machine()})"
-    part = ARM_PARTS.get(values.get("CPU part", ""))
-    return f"ARM {part} ({platform.machine()})" if part else platform.machine()
+    """As lscpu names it, which knows the parts of ARM, too: their kernels tell numbers only."""
+    with suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(
+            ["lscpu"], env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, check=True, timeout=10
+        ).stdout
+        lines = dict(line.split(":", 1) for line in found.splitlines() if ":" in line)
+        return lines.get("Model name", "CPU").strip()
+    return "CPU"
 
 
 def versions() -> dict[str, str]:

@@ -12,7 +12,7 @@ rank of a cell, on an existing process group::
             return [Cell(name="2 hosts, 400 Mbit/s", hosts=2, rate="400mbit", seconds=30)]
 
         def measure(self, rounds: CellRounds) -> None:
-            rounds.limits(compute="no wrapper", wire={"*": rounds.cell.wire_seconds(gradient_bytes)})
+            rounds.limits(compute="no wrapper", communication={"*": rounds.cell.transfer_seconds(gradient_bytes)})
             rounds.run({"no wrapper": step, "DDP stock": other_step, "gradsync": third_step})
 
 A scenario that starts its own processes and observes them from outside implements ``drive`` instead, which runs a cell
@@ -39,11 +39,11 @@ import torch.distributed as dist
 
 from gradsync.observe.charts.canvas import SOFT, canvas, colour, legend
 from gradsync.observe.charts.kinds import Series
-from gradsync.tools.bench.device import DEVICES, CellRanks
+from gradsync.tools.bench.device import DEVICES
 from gradsync.tools.bench.measure import CellRounds, Progress
 from gradsync.tools.bench.peers import ALONE, OURS, TUNED
 from gradsync.tools.bench.record import LIMITS, Cell, CellRecord, RowFile
-from gradsync.tools.lab import read_counters
+from gradsync.tools.lab import Lab, SharedGpu, fork_gpu_ranks, fork_ranks, read_counters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,6 +58,8 @@ __all__ = [
     "gpu_cell",
     "known",
     "or_missing",
+    "paper_cells",
+    "paper_models",
     "picture",
     "spread",
     "times_of",
@@ -72,6 +74,10 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 # bucket sizes are, takes about as long as this many steps of all variants.
 GPU_BLOCK, GPU_WARMUP, GPU_ROUNDS = 3, 1, 8
 GPU_START_SECONDS, GPU_CHOOSING = 6.0, 15
+# Seconds of forward and backward for which gradients, over sockets on one machine, take about as long as backward.
+GPU_SECONDS = {"ResNet-50": 0.06, "BERT-base": 0.25}
+# BERT-base of a quick run is smaller, and faster as much.
+QUICK_SCALES = {"ResNet-50": 1.0, "BERT-base": 0.4}
 # A peer has the same colour in every picture, and gradsync is always the blue.
 COLOURS = {
     OURS: "blue",
@@ -118,12 +124,16 @@ class Scenario(ABC):
     question: str
     # The variant that tables hold the others against.
     baseline: str
-    # For the picture with one panel per cell.
+    # For the picture with one panel per cell, or for those of one cell each.
     slug: str
     ylabel: str = ""
     height: float = 4.2
-    # Where a run goes on in a folder of results, it measures the rounds of a cell that are missing.
-    adds_rounds = False
+    # Of the legend; 0 for none.
+    columns = 5
+    one_per_cell = False
+    # Its rounds are trials, each by itself: a run that goes on in a folder of results measures those that are missing,
+    # and --peers, --jobs and --minutes are for them.
+    in_trials = False
     shared: bool = True
 
     @abstractmethod
@@ -137,11 +147,15 @@ class Scenario(ABC):
         """What each rank of a cell does, on a process group that is there already."""
         raise NotImplementedError(f"{self.name} has neither measure() nor drive() of its own; write one of them")
 
-    def drive(self, cell: Cell, ranks: CellRanks, rows: RowFile, progress: Progress) -> None:
+    def drive(self, cell: Cell, place: Lab | SharedGpu | None, rows: RowFile, progress: Progress) -> None:
         """Fork the ranks of the cell, and have each of them measure."""
         rank = partial(self._live, cell, rows, progress)
         times, more = DEVICES[cell.device].patience
-        ranks.fork(cell, rank, timeout=cell.seconds * times + more)
+        timeout = cell.seconds * times + more
+        if isinstance(place, SharedGpu):
+            fork_gpu_ranks(place, rank, timeout=timeout)
+        else:
+            fork_ranks(place, rank, ranks_per_host=cell.ranks_per_host, timeout=timeout)
 
     def _live(self, cell: Cell, rows: RowFile, progress: Progress) -> None:
         """The life of a rank."""
@@ -171,10 +185,15 @@ class Scenario(ABC):
         return ""
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+        if self.one_per_cell:
+            return [self._picture(f"{self.slug}-{number}", [record]) for number, record in enumerate(records)]
+        return [self._picture(self.slug, records)]
+
+    def _picture(self, slug: str, records: Sequence[CellRecord]) -> Picture:
         panels = [(record.cell.name, partial(self.draw, record=record)) for record in records]
         reading = Scenario.reading(self, records)
         looks: dict[str, Any] = {"ylabel": self.ylabel, "height": self.height, "shared": self.shared}
-        return [picture(self.slug, self.message(records), panels, reading=reading, **looks)]
+        return picture(slug, self.message(records), panels, reading=reading, columns=self.columns, **looks)
 
     def message(self, records: Sequence[CellRecord]) -> str:
         """The title of the picture: what it shows, in numbers."""
@@ -200,6 +219,28 @@ def gpu_cell(name: str, *, quick: bool, step_seconds: float, ranks: int = 2, **o
     return Cell(name=name, ranks=ranks, seconds=GPU_START_SECONDS + steps * step_seconds, **fixed, **others)
 
 
+def paper_models(*, quick: bool) -> list[dict[str, Any]]:
+    """The models of the DDP paper as options of cells over NCCL, where communication takes half of a backward."""
+    scales = {model: QUICK_SCALES[model] if quick else 1.0 for model in GPU_SECONDS}
+    return [
+        {"model": model, "parameters": scale, "seconds": GPU_SECONDS[model] * scale} for model, scale in scales.items()
+    ]
+
+
+def paper_cells(*, quick: bool, steps: float, more: Mapping[str, Mapping[str, Any]] | None = None) -> list[Cell]:
+    """One over NCCL for each model of the DDP paper, with ``more`` options by model. All variants take ``steps`` times
+    as long as a step's computation."""
+    return [
+        gpu_cell(
+            f"{options['model']}, 2 ranks, NCCL",
+            quick=quick,
+            step_seconds=steps * options["seconds"],
+            options={**options, **(more or {}).get(options["model"], {})},
+        )
+        for options in paper_models(quick=quick)
+    ]
+
+
 def picture(
     slug: str,
     title: str,
@@ -210,7 +251,7 @@ def picture(
     columns: int = 5,
     **looks: Any,
 ) -> Picture:
-    """A figure with panels side by side, each drawn by its function, and one legend of so many columns, if any."""
+    """A figure with panels side by side, each drawn by its function, and one legend with ``columns``, if any."""
     figure, axes = canvas(title, panels=[name for name, _ in panels], **looks)
     for each, (_, draw) in zip(axes, panels, strict=True):
         draw(each)

@@ -7,9 +7,9 @@ several fractions of the gradients, by trial.
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, partial
 from typing import Any
@@ -38,7 +38,6 @@ __all__ = [
     "Workload",
     "best_bucket_mb",
     "optimizer_step",
-    "paper_models",
     "plain_step",
     "repeated",
     "settle",
@@ -46,6 +45,7 @@ __all__ = [
     "timed_step",
     "tuned_ddp",
     "window_step",
+    "workload_of",
 ]
 
 FLOAT_BYTES, MIB = 4, 2**20
@@ -53,18 +53,6 @@ VOCABULARY, HEADS = 256, 8
 # The models of the DDP paper, by name.
 PROFILES = {"ResNet-50": resnet50, "BERT-base": bert_base}
 SEED = 0
-# Over sockets on one machine gradients take about as long as a backward of so many seconds' forward and backward.
-GPU_SECONDS = {"ResNet-50": 0.06, "BERT-base": 0.25}
-# BERT-base of a quick run is smaller, and faster as much.
-QUICK_SCALES = {"ResNet-50": 1.0, "BERT-base": 0.4}
-
-
-def paper_models(*, quick: bool) -> list[dict[str, Any]]:
-    """The models of the DDP paper as options of cells over NCCL, where communication takes half of a backward."""
-    scales = {model: QUICK_SCALES[model] if quick else 1.0 for model in PROFILES}
-    return [
-        {"model": model, "parameters": scale, "seconds": GPU_SECONDS[model] * scale} for model, scale in scales.items()
-    ]
 
 
 class Workload(ABC):
@@ -99,9 +87,9 @@ class Workload(ABC):
         return peer.wrap(model, partial(made, lr=self.learning_rate, foreach=True), window=window)
 
     def note(self, rounds: CellRounds, *, senders: int | None = None) -> None:
-        """Its size, and what bounds a step that synchronizes it once, among so many ``senders`` or all ranks."""
+        """Its size, and what bounds a step that synchronizes it once, among ``senders`` or all ranks."""
         rounds.fact("gradient bytes", self.nbytes)
-        rounds.limits(compute=ALONE, wire={EVERY: rounds.cell.wire_seconds(self.nbytes, senders=senders)})
+        rounds.limits(compute=ALONE, communication={EVERY: rounds.cell.transfer_seconds(self.nbytes, senders=senders)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,22 +100,6 @@ class EmulatedWorkload(Workload):
     optimizer: str = "SGD"
     device: Device = CPU
     learning_rate = 1e-4
-
-    @classmethod
-    def of(cls, rounds: CellRounds, **others: Any) -> "EmulatedWorkload":
-        """What the options of the cell, and ``others``, say: a ``model`` of the DDP paper, with so many times its
-        ``parameters``, or a transformer."""
-        said = {**rounds.cell.options, **others}
-        whole = PROFILES.get(said.get("model", ""))
-        if whole is None:
-            return replace(cls.transformer(said), device=rounds.device)
-        return cls(profile=whole(seconds=said["seconds"]).scaled(parameters=said["parameters"]), device=rounds.device)
-
-    @classmethod
-    def transformer(cls, options: Mapping[str, Any], **others: Any) -> "EmulatedWorkload":
-        """Of the size that these options of a cell, and ``others``, say."""
-        said = {**options, **others}
-        return cls(profile=transformer(**{key: said[key] for key in ("parameters", "layers", "seconds")}))
 
     @property
     def parameters(self) -> int:
@@ -148,7 +120,7 @@ class EmulatedWorkload(Workload):
 
 @dataclass(frozen=True, kw_only=True)
 class RealWorkload(Workload):
-    """A transformer that computes, for what emulated layers cannot show: cores and memory shared with the wire.
+    """A transformer that computes, for what emulated layers cannot show: cores and memory shared with communication.
 
     Its layers are those of gradsync's GPT, one after another in a ``Sequential``, so that every peer may treat each
     block as a unit. Tokens are random, the same ones in every step: speed does not depend on them.
@@ -187,6 +159,19 @@ class RealWorkload(Workload):
         blocks = (TransformerBlock(config) for _ in range(self.layers))
         ends = nn.LayerNorm(self.width), nn.Linear(self.width, VOCABULARY)
         return nn.Sequential(nn.Embedding(VOCABULARY, self.width), *blocks, *ends)
+
+
+def workload_of(rounds: CellRounds, **others: Any) -> Workload:
+    """What the options of the cell, and ``others``, describe: layers of some ``width`` that compute, a ``model`` of the
+    DDP paper that has ``parameters`` times as many as the original, or an emulated transformer."""
+    options = {**rounds.cell.options, **others}
+    if "width" in options:
+        return RealWorkload(**options, device=rounds.device)
+    if options.get("model") in PROFILES:
+        profile = PROFILES[options["model"]](seconds=options["seconds"]).scaled(parameters=options["parameters"])
+    else:
+        profile = transformer(**{key: options[key] for key in ("parameters", "layers", "seconds")})
+    return EmulatedWorkload(profile=profile, device=rounds.device)
 
 
 # Of all gradients; and what DDP has by itself, which is tried where there is more than that.
@@ -266,8 +251,8 @@ def steps_of(rounds: CellRounds, peers: Iterable[Peer], step: Callable[[Peer], S
 def timed_step(wrapped: WrappedModel, forward: Forward, device: Device, timeline: Timeline | None = None) -> Step:
     """A step of one micro-batch that says how long its parts took.
 
-    ``timeline`` knows how much of backward was waiting for the wire, in the last step of a block; without it backward
-    is one part.
+    ``timeline`` knows how much of backward was waiting for communication, in the last step of a block; without it
+    backward is one part.
     """
 
     def step() -> LateParts:
@@ -293,7 +278,7 @@ def timed_step(wrapped: WrappedModel, forward: Forward, device: Device, timeline
 def settle(step: Step, *, windows: int = 1, after: int = TUNED_AFTER[-1]) -> None:
     """Run until gradsync has chosen its bucket sizes, as it does in the first windows of a training.
 
-    ``windows`` is how many of them a step has; ``after`` so many it has chosen everything.
+    ``windows`` is how many of them a step has; ``after`` this many everything is chosen.
     """
     for _ in range(-(-(after + 1) // windows)):
         step()

@@ -59,10 +59,9 @@ def bench(
     """
     # Pictures and pages are not needed by the other commands, so their packages are imported here.
     try:
-        from gradsync.tools.bench.placement import find_placement
         from gradsync.tools.bench.record import ResultFolder
         from gradsync.tools.bench.report import BenchScreen
-        from gradsync.tools.bench.runner import RunPlan
+        from gradsync.tools.bench.runner import Placement, RunPlan
         from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
     except ModuleNotFoundError as error:
         raise GradsyncError(f"{error.name} is missing: pip install 'gradsync[bench]'") from error
@@ -83,7 +82,7 @@ def bench(
         if resume is not None:
             with refusing("--resume"):
                 ResultFolder.open(resume)
-        asked, placement = find_scenarios(scenario), find_placement(device)
+        asked, placement = find_scenarios(scenario), Placement.on(device)
         for option, is_given in ((f"--peers {peers}", peers is not None), (f"--jobs {jobs}", jobs != 1)):
             # Else somebody waits for hours for what was not asked for.
             if is_given and not any(each.name == FAULTS for each in asked):

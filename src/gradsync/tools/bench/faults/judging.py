@@ -1,5 +1,6 @@
 """The faults that a rank may suffer, the moment of each, and what notes and output say came of it."""
 
+import math
 import os
 import random
 import re
@@ -7,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,30 +38,19 @@ MOST_DELAY = 0.05
 CUT_LINK = "cut link"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """``name`` of a fault. ``ends``: the ranks cannot go on without a restart. ``is_inside``: it happens in a step, at
-    no other moment."""
-
-    name: str
-    words: str
-    ends: bool = True
-    is_inside: bool = False
-
-
+# Faults by name, in words.
 CASES = {
-    case.name: case
-    for case in (
-        Case(name="kill -9", words="one rank is killed"),
-        Case(name="os._exit", words="one rank ends its process with os._exit(7)"),
-        Case(name="exception", words="backward raises on one rank", is_inside=True),
-        Case(name="SIGSTOP", words="one rank is stopped, for good"),
-        Case(name="pause", words=f"one rank is stopped, and goes on after {PAUSE_SECONDS:g} s", ends=False),
-        Case(name="NaN", words="the gradients of one rank are NaN, in one step", ends=False, is_inside=True),
-        Case(name="bit flip", words="one bit of a parameter flips on one rank", ends=False, is_inside=True),
-        Case(name=CUT_LINK, words="the link of one host is cut"),
-    )
+    "kill -9": "one rank is killed",
+    "os._exit": "one rank ends its process with os._exit(7)",
+    "exception": "backward raises on one rank",
+    "SIGSTOP": "one rank is stopped, for good",
+    "pause": f"one rank is stopped, and goes on after {PAUSE_SECONDS:g} s",
+    "NaN": "the gradients of one rank are NaN, in one step",
+    "bit flip": "one bit of a parameter flips on one rank",
+    CUT_LINK: "the link of one host is cut",
 }
+WRONG_NUMBERS = ("NaN", "bit flip")
+ALL_LIVE = (*WRONG_NUMBERS, CUT_LINK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,54 +77,42 @@ class Fault:
         """How many the run has in all."""
         return self.step + AFTERWARDS
 
-    def as_data(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class FaultError(Exception):
     """Raised on purpose."""
 
 
-def inject(fault: Fault, model: nn.Module, told: Callable[[], None]) -> None:
-    """Inject the fault on this rank, in the step that begins now. ``told`` is called right before."""
-    if CASES[fault.case].is_inside:
-        _inside(fault, model, told)
-        return
-    thread = threading.Thread(target=_later, args=(fault, told), name="fault", daemon=True)
-    thread.start()
-
-
-def _later(fault: Fault, told: Callable[[], None]) -> None:
-    time.sleep(fault.delay)
-    told()
-    if fault.case == "os._exit":
-        os._exit(7)
-    if fault.case != CUT_LINK:
-        os.kill(os.getpid(), signal.SIGKILL if fault.case == "kill -9" else signal.SIGSTOP)
-
-
-def _inside(fault: Fault, model: nn.Module, told: Callable[[], None]) -> None:
+def inject(fault: Fault, model: nn.Module, note: Callable[[], None]) -> None:
+    """Inject the fault on this rank, in the step that begins now. ``note`` is called right before."""
     parameter = list(model.parameters())[2]
-    if fault.case == "bit flip":
-        told()
-        # The lowest bit of an exponent: a number that is half or twice as large.
-        with torch.no_grad():
-            parameter.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 23)
-        return
+
+    def strike() -> None:
+        time.sleep(fault.delay)
+        note()
+        if fault.case == "os._exit":
+            os._exit(7)
+        if fault.case != CUT_LINK:
+            os.kill(os.getpid(), signal.SIGKILL if fault.case == "kill -9" else signal.SIGSTOP)
 
     def invalidate(gradient: torch.Tensor) -> torch.Tensor:
         handle.remove()
-        told()
+        note()
         if fault.case == "exception":
             raise FaultError("raised on purpose, in backward")
         return gradient * float("nan")
 
-    handle = parameter.register_hook(invalidate)
+    if fault.case in ("exception", "NaN"):
+        handle = parameter.register_hook(invalidate)
+    elif fault.case == "bit flip":
+        note()
+        # The lowest bit of an exponent: a number that is half or twice as large.
+        with torch.no_grad():
+            parameter.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 23)
+    else:
+        threading.Thread(target=strike, name="fault", daemon=True).start()
 
 
 RANKS = 3
-WRONG_NUMBERS = ("NaN", "bit flip")
-ALL_LIVE = (*WRONG_NUMBERS, CUT_LINK)
 # A step that was under way may end as if nothing had happened, and so may the one that others have begun.
 UNDER_WAY = 2
 
@@ -162,7 +140,7 @@ class FaultOutcome:
     lost: int | None
     went_on: float | None
     left: tuple[str, ...] = ()
-    said: str = ""
+    output: str = ""
 
 
 def has_noticed(events: Sequence[Event], fault: Fault, at: float) -> bool:
@@ -183,31 +161,31 @@ class Judge:
         self.fault = fault
         self.limits = limits
 
-    def judge(self, events: Sequence[Event], said: str) -> FaultOutcome | None:
+    def judge(self, events: Sequence[Event], output: str) -> FaultOutcome | None:
         """Evaluate notes and output. None if there was no fault."""
         fault = next((each for each in events if each["what"] == "fault"), None)
         if fault is None:
             return None
         at = float(fault["at"])
         after = [each for each in events if each["at"] > at]
-        told = [each for each in after if _is_report(each, self.fault)]
+        reports = [each for each in after if _is_report(each, self.fault)]
         # Where all ranks live they all fail together, and a launcher lists them all, in any order.
-        words = "\n".join([*(str(each["text"]) for each in told), "" if self.fault.case in ALL_LIVE else said])
-        noticed = self._noticed(after, told, at)
+        words = "\n".join([*(str(each["text"]) for each in reports), "" if self.fault.case in ALL_LIVE else output])
+        noticed = self._noticed(after, reports, at)
         return FaultOutcome(
             noticed=noticed,
             named=noticed is not None and self._names(words, int(fault["process"])),
             lost=self._lost(after),
             went_on=self._went_on(after, at),
-            said=words[-20000:],
+            output=words[-20000:],
         )
 
-    def _noticed(self, after: Sequence[Event], told: Sequence[Event], at: float) -> float | None:
+    def _noticed(self, after: Sequence[Event], reports: Sequence[Event], at: float) -> float | None:
         """A launcher that starts ranks again has noticed, if nobody else has: they may be ended before they say a
         word."""
         restarted = [each for each in after if each["what"] == "began" and each["life"] > 0]
-        first = min((float(each["at"]) for each in told or restarted), default=None)
-        return None if first is None or first - at > self.limits.notice else first - at
+        seconds = min((float(each["at"]) - at for each in reports or restarted), default=math.inf)
+        return seconds if seconds <= self.limits.notice else None
 
     def _names(self, words: str, process: int) -> bool:
         """Whether the rank with the fault is named: we say ``rank 1``; torch's excepthook, its monitored barrier and
@@ -243,14 +221,19 @@ class Judge:
         return len({each["step"] for each in after if each["what"] == "step" and each["skipped"]})
 
     def _done_again(self, begins: Sequence[int]) -> int:
-        """How many steps were begun by the time of the fault that are done anew, by ranks that go on with these."""
+        """How many steps were begun by the time of the fault and are done again by ranks that resume with these."""
         begun = self.fault.step + 1
         return max(0, begun - min(begins, default=begun))
 
 
 def _is_right(after: Sequence[Event], life: int) -> bool:
     ends = [each for each in after if each["what"] == "ended" and each["life"] == life]
-    return len(ends) == RANKS and all(each["finite"] for each in ends) and len({each["digest"] for each in ends}) == 1
+    return len(ends) == RANKS and _agree(ends)
+
+
+def _agree(ends: Sequence[Event]) -> bool:
+    """Whether ranks have come to the same parameters, all of them finite."""
+    return all(each["finite"] for each in ends) and len({each["digest"] for each in ends}) == 1
 
 
 class ElasticJudge(Judge):
@@ -277,28 +260,23 @@ class ElasticJudge(Judge):
         if not self._are_right(after):
             return None
         others = self._of_others(after)
-        # Where others failed, too, whoever is started again first goes on from what was kept, and they take that over.
-        again: list[int] = []
-        if any(each["life"] for steps in others for each in steps):
-            steps = [each for each in after if each["what"] == "step" and not each["skipped"]]
-            again = [int(each["step"]) - 1 for each in steps if each["life"]]
-        skipped = [sum(bool(each["skipped"]) for each in steps) for steps in others]
-        return max(self._done_again(again), *skipped)
+        skipped = max(sum(bool(each["skipped"]) for each in steps) for steps in others)
+        if not any(each["life"] for steps in others for each in steps):
+            return skipped
+        # Others failed, too: the first to be started again goes on from what was kept, and they take that over.
+        begun = [each for each in after if each["what"] == "step" and each["life"] and not each["skipped"]]
+        return max(skipped, self._done_again([int(each["step"]) - 1 for each in begun]))
 
     def _of_others(self, after: Sequence[Event]) -> list[list[Event]]:
         others = [rank for rank in range(RANKS) if rank != self.fault.victim]
         return [[each for each in after if each["what"] == "step" and each["rank"] == rank] for rank in others]
 
     def _are_right(self, after: Sequence[Event]) -> bool:
-        """All others have come to the end, and whoever has ended with the same step has the same parameters."""
+        """All others have come to the end, and all that ended with the same step have the same parameters."""
         ends = {each["rank"]: each for each in after if each["what"] == "ended"}
-        others = [ends.get(rank) for rank in range(RANKS) if rank != self.fault.victim]
-        if not all(others):
+        others = [each for rank, each in ends.items() if rank != self.fault.victim]
+        if len(others) < RANKS - 1:
             return False
-        last = max(int(each["step"]) for each in others if each is not None)
+        last = max(int(each["step"]) for each in others)
         compared = [each for each in ends.values() if each["step"] == last]
-        return (
-            len(compared) >= RANKS - 1
-            and all(each["finite"] for each in compared)
-            and len({each["digest"] for each in compared}) == 1
-        )
+        return len(compared) >= RANKS - 1 and _agree(compared)

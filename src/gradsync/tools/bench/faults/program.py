@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradsync.base.files import whole_file
 from gradsync.core.engine import ReplicaCheck, SyncPolicy
-from gradsync.parallel.data_parallel import DistributedDataParallel
 from gradsync.tools.bench.faults.judging import AFTERWARDS, CUT_LINK, RANKS, ElasticJudge, Fault, Judge, inject
-from gradsync.tools.bench.peers import DDP, OURS, TUNED, Accelerate, MakeOptimizer, Peer, WrappedModel
+from gradsync.tools.bench.peers import DDP, OURS, TUNED, Accelerate, Gradsync, MakeOptimizer, Peer, WrappedModel
 
 __all__ = [
     "AGAINST_FAULTS",
@@ -52,10 +52,8 @@ __all__ = [
     "RESTARTS",
     "SETUPS",
     "TORCHFT",
-    "Setup",
     "TogetherAgain",
     "TrialSettings",
-    "main",
 ]
 
 ELASTIC, TORCHFT = "gradsync elastic", "torchft"
@@ -86,22 +84,6 @@ def _fingerprints() -> ReplicaCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Guarded(Peer):
-    """gradsync's wrapper, with what it has against wrong numbers switched on."""
-
-    name: str = OURS
-
-    def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
-        wrapper = DistributedDataParallel(model, on_bad_step="skip", replica_check=_fingerprints())
-        return WrappedModel(
-            model=wrapper,
-            optimizer=optimizer(wrapper.parameters()),
-            backward=lambda loss: loss.backward(),
-            no_sync=wrapper.no_sync,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Checked(Peer):
     """torch's wrapper, no backward without all ranks, and no step with a gradient that is not finite."""
 
@@ -120,7 +102,9 @@ class _Checked(Peer):
         return wrapped
 
 
-WRAPPERS: dict[str, Peer] = {peer.name: peer for peer in (_Guarded(), DDP(), _Checked(), Accelerate())}
+# With what gradsync has against wrong numbers switched on.
+GUARDED = Gradsync(settings={"on_bad_step": "skip", "replica_check": _fingerprints()})
+WRAPPERS: dict[str, Peer] = {peer.name: peer for peer in (GUARDED, DDP(), _Checked(), Accelerate())}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,15 +117,12 @@ class Setup:
     variables: Mapping[str, str] = field(default_factory=dict)
     judge: type[Judge] = Judge
     needs: str = ""
-    meets_on_hosts: bool = True
 
     def absent(self, case: str) -> str | None:
         """Why it cannot take part, or None."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return "not installed"
-        if case == CUT_LINK and not self.meets_on_hosts:
-            return "not measured between hosts"
-        return None
+        return "not measured between hosts" if case == CUT_LINK and self.judge is ElasticJudge else None
 
 
 AGAINST_FAULTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -163,7 +144,6 @@ _OURS_ELASTIC = _calling(
     f"run_elastic_ranks_of({PROGRAM!r}, sys.argv[1:], nproc={RANKS}, ranks={RANKS}, min_ranks=1)",
 )
 _REPLICAS = _calling("bench.faults.trials", "run_replicas(sys.argv[1])")
-_WITHOUT_RESTART: dict[str, Any] = {"judge": ElasticJudge, "needs": TORCHFT, "meets_on_hosts": False}
 SETUPS = {
     each.name: each
     for each in (
@@ -171,8 +151,9 @@ SETUPS = {
         Setup(name=DDP().name, launcher=_TORCHRUN),
         Setup(name=TUNED, launcher=_TORCHRUN, variables=AGAINST_FAULTS),
         Setup(name=Accelerate().name, launcher=_TORCHRUN, needs=Accelerate().needs),
-        Setup(name=ELASTIC, launcher=_OURS_ELASTIC, **_WITHOUT_RESTART),
-        Setup(name=TORCHFT, launcher=_REPLICAS, **_WITHOUT_RESTART),
+        # gradsync's lighthouse is that of torchft.
+        Setup(name=ELASTIC, launcher=_OURS_ELASTIC, judge=ElasticJudge, needs=TORCHFT),
+        Setup(name=TORCHFT, launcher=_REPLICAS, judge=ElasticJudge, needs=TORCHFT),
     )
 }
 
@@ -190,7 +171,7 @@ class TrialSettings:
     fault: Fault
 
     def as_json(self) -> str:
-        return json.dumps({**vars(self), "fault": self.fault.as_data()})
+        return json.dumps({**vars(self), "fault": vars(self.fault)})
 
     @classmethod
     def read(cls, text: str) -> "TrialSettings":
@@ -274,11 +255,11 @@ def _seed(events: Events) -> None:
 def _train(settings: TrialSettings, model: nn.Module, events: Events, injector: FaultInjector) -> int:
     """The steps of ranks that are restarted together. The number of the last one."""
     wrapped = WRAPPERS[settings.peer].wrap(model, make_optimizer)
+    parts = {"model": model, "optimizer": wrapped.optimizer}
     checkpoint, step = Path(settings.folder) / CHECKPOINT, 0
     with suppress(FileNotFoundError):
         state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        wrapped.optimizer.load_state_dict(state["optimizer"])
+        _load(parts, state)
         step = int(state["step"])
     events.note("began", step=step)
     _seed(events)
@@ -289,22 +270,23 @@ def _train(settings: TrialSettings, model: nn.Module, events: Events, injector: 
         wrapped.optimizer.step()
         step += 1
         events.note("step", step=step, skipped=bool(getattr(wrapped.model, "step_was_skipped", False)))
-        if _is_kept(events, step):
-            _save(checkpoint, {"step": step, **_states(model=model, optimizer=wrapped.optimizer)})
+        _keep(events, step, checkpoint, parts)
     return step
 
 
-def _states(**parts: Any) -> dict[str, Any]:
+def _states(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part.state_dict() for name, part in parts.items()}
 
 
-def _is_kept(events: Events, step: int) -> bool:
-    return events.rank == 0 and step % CHECKPOINT_EVERY == 0
+def _load(parts: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
 
 
-def _save(checkpoint: Path, state: dict[str, Any]) -> None:
-    with whole_file(checkpoint) as file:
-        torch.save(state, file)
+def _keep(events: Events, step: int, checkpoint: Path, parts: Mapping[str, Any]) -> None:
+    if events.rank == 0 and step % CHECKPOINT_EVERY == 0:
+        with whole_file(checkpoint) as file:
+            torch.save({"step": step, **_states(parts)}, file)
 
 
 # -- elastic ranks -----------------------------------------------------------------------------------------------------
@@ -324,7 +306,7 @@ class TogetherAgain:
         return self.together >= AFTERWARDS or self.windows >= MOST_AFTERWARDS
 
     def count(self, step: int, ranks: int) -> None:
-        """``step`` windows are done, the last one by so many ranks."""
+        """``step`` windows are done, the last one by ``ranks`` ranks."""
         if step > self.fault.step:
             self.windows += 1
             self.together += ranks == RANKS
@@ -375,18 +357,11 @@ def _train_with_torchft(settings: TrialSettings, model: nn.Module, events: Event
     optimizer, together = make_optimizer(model.parameters()), TogetherAgain(fault=settings.fault)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "standing": together}
 
-    def state() -> dict[str, Any]:
-        return _states(**parts)
-
-    def load(state: dict[str, Any]) -> None:
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-
     limit, store = timedelta(seconds=settings.timeout), TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=limit),
-        load_state_dict=load,
-        state_dict=state,
+        load_state_dict=partial(_load, parts),
+        state_dict=partial(_states, parts),
         min_replica_size=1,
         timeout=limit,
         rank=0,
@@ -400,7 +375,7 @@ def _train_with_torchft(settings: TrialSettings, model: nn.Module, events: Event
     # Where all ranks fail with one, nobody is left to heal from.
     parts["manager"], checkpoint = manager, Path(settings.folder) / CHECKPOINT
     with suppress(FileNotFoundError):
-        load(torch.load(checkpoint, weights_only=True))
+        _load(parts, torch.load(checkpoint, weights_only=True))
     _begin_together(Path(settings.folder), events)
     _seed(events)
     while not together.is_over:
@@ -413,8 +388,7 @@ def _train_with_torchft(settings: TrialSettings, model: nn.Module, events: Event
         if step > before:
             together.count(step, manager.num_participants())
         events.note("step", step=step, skipped=step == before)
-        if _is_kept(events, step):
-            _save(checkpoint, state())
+        _keep(events, step, checkpoint, parts)
     manager.shutdown(wait=False)
     return int(manager.current_step())
 

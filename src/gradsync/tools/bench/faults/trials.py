@@ -29,7 +29,7 @@ from gradsync.tools.lab import Lab
 from gradsync.tools.lab.host import places_on
 from gradsync.tools.launch import RankProcesses, become
 
-__all__ = ["Trial", "left_behind", "outcomes", "run_replicas"]
+__all__ = ["Trial", "outcomes"]
 
 MARK = "FAULTS_TRIAL_MARK"
 SHARED_MEMORY = Path("/dev/shm")
@@ -81,8 +81,8 @@ class Trial:
             for process in _marked(mark):
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
-            said = (folder / "output").read_text(errors="replace")
-            outcome = setup.judge(fault, self.limits).judge(_events(folder), said)
+            written = (folder / "output").read_text(errors="replace")
+            outcome = setup.judge(fault, self.limits).judge(_events(folder), written)
         return None if outcome is None else replace(outcome, left=left)
 
     # -- processes ----------------------------------------------------------------------------------------------------
@@ -162,20 +162,13 @@ def _end(processes: "Sequence[subprocess.Popen[bytes]]", seconds: float) -> None
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
+    found = []
     with suppress(FileNotFoundError):
-        lines = (folder / EVENTS).read_text().splitlines()
-        # The last one may be under way.
-        found = [_event(line) for line in lines]
-        return [each for each in found if each is not None]
-    return []
-
-
-def _event(line: str) -> dict[str, Any] | None:
-    try:
-        event: dict[str, Any] = json.loads(line)
-        return event
-    except json.JSONDecodeError:
-        return None
+        for line in (folder / EVENTS).read_text().splitlines():
+            # The last one may be under way.
+            with suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+    return found
 
 
 # -- what is left -----------------------------------------------------------------------------------------------------
@@ -224,7 +217,7 @@ def outcomes(planned: Sequence[Trial], jobs: int, deadline: float) -> Iterator[t
         return each, each.run(lambda: not stop.is_set())
 
     if jobs == 1:
-        # Hosts are entered by whoever is forked, and that is for the first thread.
+        # The fork enters the host, and only the first thread may fork.
         yield from filter(None, map(run, planned))
         return
     with ThreadPoolExecutor(jobs, thread_name_prefix="trial") as pool:
@@ -234,7 +227,7 @@ def outcomes(planned: Sequence[Trial], jobs: int, deadline: float) -> Iterator[t
                 if found is not None:
                     yield found
         finally:
-            # Whoever has had enough does not wait for trials that nobody reads.
+            # A caller that stops reading does not wait for the remaining trials.
             stop.set()
             pool.shutdown(cancel_futures=True)
 

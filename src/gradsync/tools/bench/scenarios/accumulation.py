@@ -11,7 +11,6 @@ has whole windows in it; times are shown per iteration.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from gradsync.observe.charts.canvas import INK, limit_line
@@ -19,9 +18,8 @@ from gradsync.observe.charts.kinds import Series, draw_bars, name_ends
 from gradsync.tools.bench.measure import CellRounds, Step
 from gradsync.tools.bench.peers import ALONE, DDP, OURS, TUNED, Accelerate, Gradsync, NoWrapper, Peer
 from gradsync.tools.bench.record import Cell, CellRecord, percent
-from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, gpu_cell, known, picture, times_of
+from gradsync.tools.bench.scenario import MISSING, Scenario, Table, gpu_cell, known, times_of
 from gradsync.tools.bench.workload import (
-    EmulatedWorkload,
     Pattern,
     best_bucket_mb,
     plain_step,
@@ -29,6 +27,7 @@ from gradsync.tools.bench.workload import (
     settle,
     tuned_ddp,
     window_step,
+    workload_of,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class AccumulationScenario(Scenario):
         return nccl_cells({"parameters": 12_800_000, "layers": 3, "seconds": 0.007}, 0.5, quick=quick)
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = EmulatedWorkload.of(rounds)
+        workload = workload_of(rounds)
         workload.note(rounds)
         alone = window_step(workload.wrap(NoWrapper()), workload.forward, count=COUNT, pattern=Pattern.EVERY)
         variants: dict[str, Step] = {ALONE: alone}
@@ -153,6 +152,7 @@ class SkipSync(Scenario):
     source = "After Li et al., PyTorch Distributed, VLDB 2020 (up to 38 % less time with NCCL, 57 % with Gloo)."
     question = "How much faster is an iteration if gradients are averaged only every n-th time?"
     baseline = period_name(TUNED, 1)
+    slug, ylabel, columns, one_per_cell = "periods", "ms an iteration (median, p5–p95)", 0, True
 
     def cells(self, *, quick: bool) -> list[Cell]:
         rounds = 30 if quick else 100
@@ -164,10 +164,10 @@ class SkipSync(Scenario):
         return nccl_cells({"parameters": 5_000_000, "layers": 3, "seconds": 0.01}, 0.9, quick=quick)
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = EmulatedWorkload.of(rounds)
+        workload = workload_of(rounds)
         rounds.fact("gradient bytes", workload.nbytes)
         variants: dict[str, Step] = {ALONE: repeated(plain_step(workload, NoWrapper()), ITERATIONS)}
-        wire: dict[str, float] = {}
+        sending: dict[str, float] = {}
         peers: tuple[Peer, ...] = (tuned_ddp(rounds, workload), Gradsync())
         for peer in peers:
             for period in PERIODS:
@@ -177,26 +177,16 @@ class SkipSync(Scenario):
                 variants[name] = repeated(window, windows)
                 if peer.name == OURS:
                     settle(window)
-                wire[name] = rounds.cell.wire_seconds(workload.nbytes) * windows
-        rounds.limits(compute=ALONE, wire=wire)
+                sending[name] = rounds.cell.transfer_seconds(workload.nbytes) * windows
+        rounds.limits(compute=ALONE, communication=sending)
         rounds.run(variants)
 
     def note(self, record: CellRecord) -> str:
         return f"Times and bytes of {ITERATIONS} iterations."
 
-    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
+    def message(self, records: Sequence[CellRecord]) -> str:
         # Who is ahead at n = 1 stands beside the gain of each: a gain alone would flatter the slower.
-        return [
-            picture(
-                f"periods-{number}",
-                f"Averaging every eighth time saves {_savings(record)}{_compared(record)}",
-                [(record.cell.name, partial(self.draw, record=record))],
-                reading=self.sentence(record),
-                ylabel="ms an iteration (median, p5–p95)",
-                columns=0,
-            )
-            for number, record in enumerate(records)
-        ]
+        return f"Averaging every eighth time saves {_savings(records[0])}{_compared(records[0])}"
 
     def draw(self, axes: "Axes", record: CellRecord) -> None:
         each = 1e3 / ITERATIONS

@@ -28,20 +28,19 @@ from gradsync.tools.bench.scenario import (
     Scenario,
     Table,
     colour_of,
-    gpu_cell,
     known,
+    paper_cells,
     picture,
     times_of,
 )
 from gradsync.tools.bench.workload import (
     FLOAT_BYTES,
     MIB,
-    EmulatedWorkload,
     Pattern,
-    paper_models,
     plain_step,
     repeated,
     window_step,
+    workload_of,
 )
 from gradsync.tools.lab.lab import Rate
 
@@ -54,11 +53,11 @@ LINKS = {"200mbit": "200 Mbit/s", "400mbit": "400 Mbit/s", "1gbit": "1 Gbit/s"}
 AUTO = "gradsync auto"
 AGAINST = {OURS: "auto / best fixed", TUNED: "auto / DDP tuned at best"}
 SHARES, MORE_SHARES = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 16, 32)
-WIRE_SECONDS = 0.035
+SENDING_SECONDS = 0.035
 LAYERS = 6
 # Of the paper, in MiB, as far as the models reach.
-GPU_SIZES = {"ResNet-50": (5, 10, 25, 50), "BERT-base": (10, 25, 50, 100)}
-MORE_GPU_SIZES = {"ResNet-50": (1, 2, 5, 10, 25, 50, 100), "BERT-base": (5, 10, 25, 50, 100, 200, 420)}
+GPU_SIZES = {"ResNet-50": [5, 10, 25, 50], "BERT-base": [10, 25, 50, 100]}
+MORE_GPU_SIZES = {"ResNet-50": [1, 2, 5, 10, 25, 50, 100], "BERT-base": [5, 10, 25, 50, 100, 200, 420]}
 # Beyond the tuner's last synchronization, at which buckets are rebuilt.
 TUNING_WINDOWS = max(TUNED_AFTER) + 4
 
@@ -89,10 +88,10 @@ class BucketSize(Scenario):
                 hosts=2,
                 rate=rate,
                 rounds=rounds,
-                seconds=(rounds + 5) * (2 * len(shares) + 2) * WIRE_SECONDS * 1.4 + 4,
+                seconds=(rounds + 5) * (2 * len(shares) + 2) * SENDING_SECONDS * 1.4 + 4,
                 options={
-                    "parameters": int(Rate.parse(rate).bytes_per_second * WIRE_SECONDS / FLOAT_BYTES),
-                    "seconds": WIRE_SECONDS,
+                    "parameters": int(Rate.parse(rate).bytes_per_second * SENDING_SECONDS / FLOAT_BYTES),
+                    "seconds": SENDING_SECONDS,
                     "shares": list(shares),
                 },
             )
@@ -100,17 +99,12 @@ class BucketSize(Scenario):
         ]
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
-        cells = []
-        for options in paper_models(quick=quick):
-            model = options["model"]
-            sizes = GPU_SIZES[model] if quick else MORE_GPU_SIZES[model]
-            seconds = (2 * len(sizes) + 2) * 1.2 * options["seconds"]
-            options = {**options, "sizes": list(sizes)}
-            cells.append(gpu_cell(f"{model}, 2 ranks, NCCL", quick=quick, step_seconds=seconds, options=options))
-        return cells
+        sizes = GPU_SIZES if quick else MORE_GPU_SIZES
+        variants = 2 * len(sizes["BERT-base"]) + 2
+        return paper_cells(quick=quick, steps=variants * 1.2, more={model: {"sizes": sizes[model]} for model in sizes})
 
     def measure(self, rounds: CellRounds) -> None:
-        workload, options = EmulatedWorkload.of(rounds, layers=LAYERS), rounds.cell.options
+        workload, options = workload_of(rounds, layers=LAYERS), rounds.cell.options
         workload.note(rounds)
         # Fixed sizes have a little room for the alignment and the tail of a bucket.
         shares = [workload.nbytes * 1.02 / share / MIB for share in options.get("shares", [])]
@@ -128,7 +122,7 @@ class BucketSize(Scenario):
         repeated(automatic, TUNING_WINDOWS)()
         for name, chosen in (("auto before tuning", before), ("auto", wrapper.synchronizer.caps)):
             rounds.fact(name, {"caps": list(chosen.caps), "from the end": chosen.from_the_end})
-        rounds.fact("wire of gradsync", str(wrapper.transport))
+        rounds.fact("transport of gradsync", str(wrapper.transport))
         rounds.run(variants)
 
     def overview(self, records: Sequence[CellRecord]) -> list[Table]:
@@ -238,8 +232,7 @@ MODELS = {
     "few large buckets": {"parameters": 500_000, "layers": 6, "seconds": 0.04, "buckets": 4, "times": 1},
 }
 RATES = {"many small buckets": None, "few large buckets": "400mbit"}
-# Over NCCL, of ResNet-50 and BERT-base.
-GPU_BUCKETS = (4, 8)
+GPU_BUCKETS = {"ResNet-50": {"buckets": 4}, "BERT-base": {"buckets": 8}}
 # How many groups, in blues from light to dark: they are all gradsync.
 SHADES = {1: "light-blue", 3: "mid-blue", 5: "blue"}
 
@@ -270,18 +263,10 @@ class RoundRobin(Scenario):
         return cells
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
-        return [
-            gpu_cell(
-                f"{options['model']}, 2 ranks, NCCL",
-                quick=quick,
-                step_seconds=7 * options["seconds"],
-                options={**options, "buckets": buckets},
-            )
-            for options, buckets in zip(paper_models(quick=quick), GPU_BUCKETS, strict=True)
-        ]
+        return paper_cells(quick=quick, steps=7, more=GPU_BUCKETS)
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = EmulatedWorkload.of(rounds)
+        workload = workload_of(rounds)
         workload.note(rounds)
         size = workload.nbytes / rounds.cell.options["buckets"] / MIB
         rounds.fact("bucket MiB", size)
@@ -322,7 +307,7 @@ class RoundRobin(Scenario):
         several = known({count: record.times(groups_name(count), one) for count in SHADES if count > 1})
         gains = [f"{_change(times)} with {count} groups" for count, times in several.items()]
         alone = record.times(OWN, one)
-        own = "" if alone is None else f"; {_change(alone)} on the wire that gradsync takes by itself"
+        own = "" if alone is None else f"; {_change(alone)} by the transport that gradsync takes by itself"
         return f"{record.cell.name}, against one group, a step takes {', '.join(gains)}{own}."
 
 

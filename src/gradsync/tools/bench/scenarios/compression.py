@@ -12,12 +12,10 @@ evaluation at the end of a round, on text that no rank trains on, is not.
 """
 
 import statistics
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,18 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradsync.core.bucket.sizes import TUNED_AFTER
-from gradsync.core.reduction import Auto
 from gradsync.core.reduction.auto import DECIDED_AFTER
 from gradsync.observe.charts.canvas import INK, colour
 from gradsync.observe.charts.kinds import Series, draw_curves, draw_rows
-from gradsync.parallel.data_parallel import DistributedDataParallel
-from gradsync.tools.bench.measure import CellRounds, Parts, Step
+from gradsync.tools.bench.measure import CellRounds, Step
 from gradsync.tools.bench.peers import (
+    DDP,
     OURS,
     TUNED,
     Gradsync,
     GradsyncLocal,
-    HookedDDP,
     NoWrapper,
     OuterSGD,
     Peer,
@@ -54,15 +50,14 @@ from gradsync.tools.bench.scenario import (
     picture,
     spread,
 )
-from gradsync.tools.bench.scenarios.convergence import LOSS_LABEL, SYMBOLS, SplitText, mean_curve
+from gradsync.tools.bench.scenarios.convergence import LOSS_LABEL, SYMBOLS, SplitText, learning, mean_curve
 from gradsync.tools.bench.workload import (
     Pattern,
-    RealWorkload,
-    optimizer_step,
     repeated,
     settle,
     tuned_ddp,
     window_step,
+    workload_of,
 )
 from gradsync.tools.llm.model import build_model
 
@@ -82,6 +77,9 @@ ONE_BUCKET = 1000.0
 
 def variant_name(reduction: str) -> str:
     return f"{OURS} {reduction}"
+
+
+SHOWN = (FP16, POWER, OURS, *map(variant_name, REDUCTIONS))
 
 
 class Compression(Scenario):
@@ -112,14 +110,14 @@ class Compression(Scenario):
         ]
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = RealWorkload(**rounds.cell.options)
+        workload = workload_of(rounds)
         workload.note(rounds)
         tuned = tuned_ddp(rounds, workload)
         peers: list[Peer] = [
             NoWrapper(),
             tuned,
-            HookedDDP(name=FP16, hook="fp16", bucket_mb=tuned.bucket_mb),
-            HookedDDP(name=POWER, hook="powersgd", bucket_mb=ONE_BUCKET),
+            DDP(name=FP16, tuned=True, hook="fp16", bucket_mb=tuned.bucket_mb),
+            DDP(name=POWER, tuned=True, hook="powersgd", bucket_mb=ONE_BUCKET),
             Gradsync(),
             *(Gradsync(name=variant_name(reduction), reduction=reduction) for reduction in REDUCTIONS),
         ]
@@ -129,10 +127,9 @@ class Compression(Scenario):
             step = window_step(wrapped, workload.forward, count=1, pattern=Pattern.EVERY)
             if isinstance(peer, Gradsync):
                 settle(step, after=DECIDED_AFTER if peer.reduction == AUTO else TUNED_AFTER[-1])
-            if isinstance(wrapped.model, DistributedDataParallel):
-                reduction = wrapped.model.synchronizer.reduction
-                if isinstance(reduction, Auto):
-                    rounds.fact(AUTO, reduction.report)
+            if peer.name == variant_name(AUTO):
+                model: Any = wrapped.model
+                rounds.fact(AUTO, model.synchronizer.reduction.report)
             variants[peer.name] = repeated(step, STEPS_A_SAMPLE)
         rounds.run(variants)
 
@@ -146,15 +143,24 @@ class Compression(Scenario):
         axes.set_xlabel("ms a step (median)")
 
     def overview(self, records: Sequence[CellRecord]) -> list[Table]:
-        columns = ["cell", *("float32" if name == OURS else name for name in _shown())]
-        faster = [
-            [record.cell.name, *(or_missing(record.times(TUNED, name), "{:.2f}×") for name in _shown())]
-            for record in records
-        ]
-        fewer = [[record.cell.name, *(_bytes(record, name) for name in _shown())] for record in records]
+        def faster(record: CellRecord, name: str) -> str:
+            return or_missing(record.times(TUNED, name), "{:.2f}×")
+
+        def fewer(record: CellRecord, name: str) -> str:
+            known = {name, OURS} <= record.samples.keys() and record.sent(OURS)
+            return f"{record.sent(name) / record.sent(OURS):.3f}" if known else MISSING
+
+        columns = ["cell", *("float32" if name == OURS else name for name in SHOWN)]
         return [
-            Table(title="Against tuned DDP, times as fast", columns=columns, rows=faster),
-            Table(title="Bytes, of gradsync's in float32", columns=columns, rows=fewer),
+            Table(
+                title=title,
+                columns=columns,
+                rows=[[each.cell.name, *map(partial(words, each), SHOWN)] for each in records],
+            )
+            for title, words in (
+                ("Against tuned DDP, times as fast", faster),
+                ("Bytes, of gradsync's in float32", fewer),
+            )
         ]
 
     def message(self, records: Sequence[CellRecord]) -> str:
@@ -167,15 +173,6 @@ class Compression(Scenario):
     def sentence(self, record: CellRecord) -> str:
         gain = _best(record)
         return "" if gain is None else f"{record.cell.name}: up to {gain:.2f} times as fast as tuned DDP."
-
-
-def _shown() -> list[str]:
-    return [FP16, POWER, OURS, *map(variant_name, REDUCTIONS)]
-
-
-def _bytes(record: CellRecord, name: str) -> str:
-    compared = name in record.samples and OURS in record.samples and record.sent(OURS)
-    return f"{record.sent(name) / record.sent(OURS):.3f}" if compared else MISSING
 
 
 def _best(record: CellRecord) -> float | None:
@@ -254,64 +251,67 @@ class TimeToLoss(Scenario):
                 if reason is not None:
                     rounds.absent(reduction_name(reduction, seed), reason)
                     continue
-                training = Training(peer, text, seed, options["batch"])
-                variants[reduction_name(reduction, seed)] = partial(training.run, steps_a_round(reduction))
-                rounds.fact("gradient bytes", training.nbytes)
+                variants[reduction_name(reduction, seed)] = _training(reduction, peer, text, seed, options["batch"])
+        model = build_model(MODEL, vocab_size=SYMBOLS, sequence_length=LENGTH)
+        rounds.fact("gradient bytes", sum(parameter.nbytes for parameter in model.parameters()))
         rounds.run(variants)
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         return [_target_table(Curves(record)) for record in records]
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
-        return [_target_picture(Curves(record), place) for place, record in enumerate(records)]
+        def draw(axes: "Axes", curves: Curves, *, by_steps: bool) -> None:
+            draw_curves(axes, [_target_curve(curves, name, by_steps=by_steps) for name in curves.reductions])
+            axes.set_xlabel("steps" if by_steps else "seconds of training")
+            axes.set_xlim(left=0)
 
-    def reading(self, records: Sequence[CellRecord]) -> str:
-        return " ".join(_sentence(Curves(record)) for record in records)
+        pictures = []
+        for number, record in enumerate(records):
+            axis = partial(draw, curves=Curves(record))
+            panels = [("over seconds", partial(axis, by_steps=False)), ("over steps", partial(axis, by_steps=True))]
+            title = self.sentence(record)
+            pictures.append(picture(f"loss-{number}", title, panels, reading=title, ylabel=LOSS_LABEL, height=4.4))
+        return pictures
+
+    def sentence(self, record: CellRecord) -> str:
+        curves = Curves(record)
+        target = f"the loss of {curves.target_steps} exact steps"
+        others = [name for name in curves.reductions if name != EXACT]
+        gains = {name: statistics.fmean(each) for name in others if (each := curves.gains(name))}
+        if not gains:
+            return f"{record.cell.name}: nothing has reached {target}."
+        best = max(gains, key=lambda name: gains[name])
+        return f"With {best} {target} is reached {gains[best]:.1f} times as soon."
 
 
-class Training:
-    """One way of synchronizing, from one seed."""
+def _training(reduction: str, peer: Peer, text: SplitText, seed: int, batch: int) -> Step:
+    """The steps of a round, of one way of synchronizing and from one seed."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    model = build_model(MODEL, vocab_size=SYMBOLS, sequence_length=LENGTH)
+    wrapped = peer.wrap(model, partial(torch.optim.AdamW, lr=LEARNING_RATE, foreach=True))
 
-    def __init__(self, peer: Peer, text: SplitText, seed: int, batch: int) -> None:
-        self._text, self._batch = text, batch
-        self._generator = torch.Generator().manual_seed(seed)
-        torch.manual_seed(seed)
-        self._model = build_model(MODEL, vocab_size=SYMBOLS, sequence_length=LENGTH)
-        self._wrapped = peer.wrap(self._model, partial(torch.optim.AdamW, lr=LEARNING_RATE, foreach=True))
+    def forward(model: nn.Module) -> Tensor:
+        return sequence_loss(model, text.own(batch * dist.get_world_size(), generator))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._model.parameters())
-
-    def run(self, steps: int) -> Parts:
-        """The steps of a round, and the loss they lead to on this rank."""
-        began = time.perf_counter()
-        for _ in range(steps):
-            mine = self._text.own(self._batch * dist.get_world_size(), self._generator)
-            self._wrapped.backward(_loss_of(self._wrapped.model, mine))
-            optimizer_step(self._wrapped)
-        seconds = time.perf_counter() - began
-        with torch.no_grad():
-            return {"training": seconds, "loss": float(_loss_of(self._model, self._text.held_out))}
+    window = window_step(wrapped, forward, count=1, pattern=Pattern.EVERY)
+    return learning(window, steps_a_round(reduction), lambda: sequence_loss(model, text.held_out))
 
 
 def _peer(reduction: str) -> Peer:
-    if reduction == LOCAL:
-        return GradsyncLocal(every=LOCAL_STEPS)
-    if reduction == DILOCO:
-        return GradsyncLocal(every=LOCAL_STEPS, outer=OuterSGD)
+    if reduction in (LOCAL, DILOCO):
+        return GradsyncLocal(every=LOCAL_STEPS, outer=OuterSGD if reduction == DILOCO else None)
     if reduction == TORCHFT:
         return TorchFT(every=LOCAL_STEPS)
-    return Gradsync(name=f"{OURS} {reduction}", reduction=None if reduction == EXACT else reduction)
+    return Gradsync(reduction=None if reduction == EXACT else reduction)
 
 
-def _loss_of(model: nn.Module, sequences: Tensor) -> Tensor:
+def sequence_loss(model: nn.Module, sequences: Tensor) -> Tensor:
     return F.cross_entropy(model(sequences[:, :-1]).flatten(0, 1), sequences[:, 1:].flatten())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reached:
-    """The target, by one way and seed: after so many steps and seconds."""
+class Reached(NamedTuple):
+    """When a target was reached."""
 
     steps: float
     seconds: float
@@ -361,16 +361,13 @@ class Curves:
         targets = self.at_target(EXACT) if EXACT in self.reductions else []
         if seed >= len(targets):
             return None
-        seconds, losses = self.seconds(reduction, seed), self.losses(reduction, seed)
-        each = steps_a_round(reduction)
-        points = [(number * each, *both) for number, both in enumerate(zip(seconds, losses, strict=True), 1)]
-        if points and points[0][2] <= targets[seed]:
-            return Reached(steps=points[0][0], seconds=points[0][1])
-        for before, after in pairwise(points):
-            if after[2] <= targets[seed]:
-                share = (before[2] - targets[seed]) / (before[2] - after[2])
-                between = [first + share * (second - first) for first, second in zip(before, after, strict=True)]
-                return Reached(steps=between[0], seconds=between[1])
+        target, each = targets[seed], steps_a_round(reduction)
+        both = zip(self.losses(reduction, seed), self.seconds(reduction, seed), strict=True)
+        points = [(loss, Reached(number * each, seconds)) for number, (loss, seconds) in enumerate(both, 1)]
+        for (above, before), (loss, after) in pairwise([*points[:1], *points]):
+            if loss <= target:
+                share = (above - target) / (above - loss) if above > loss else 0.0
+                return Reached(*(first + share * (second - first) for first, second in zip(before, after, strict=True)))
         return None
 
     def gains(self, reduction: str) -> list[float]:
@@ -414,17 +411,6 @@ def _target_table(curves: Curves) -> Table:
     )  # fmt: skip
 
 
-def _target_picture(curves: Curves, place: int) -> Picture:
-    def draw(axes: "Axes", *, by_steps: bool) -> None:
-        draw_curves(axes, [_target_curve(curves, name, by_steps=by_steps) for name in curves.reductions])
-        axes.set_xlabel("steps" if by_steps else "seconds of training")
-        axes.set_xlim(left=0)
-
-    title = _sentence(curves)
-    panels = [("over seconds", partial(draw, by_steps=False)), ("over steps", partial(draw, by_steps=True))]
-    return picture(f"loss-{place}", title, panels, reading=title, ylabel=LOSS_LABEL, height=4.4)
-
-
 def _target_curve(curves: Curves, name: str, *, by_steps: bool) -> Series:
     """The mean over seeds of the loss, and of the seconds it took."""
     losses = list(zip(*(curves.losses(name, seed) for seed in curves.seeds), strict=False))
@@ -432,12 +418,3 @@ def _target_curve(curves: Curves, name: str, *, by_steps: bool) -> Series:
     count = steps_a_round(name)
     places = [number * count if by_steps else statistics.fmean(each) for number, each in enumerate(seconds, 1)]
     return mean_curve(name, places, losses, colour=SENT_COLOURS[name])
-
-
-def _sentence(curves: Curves) -> str:
-    others = [name for name in curves.reductions if name != EXACT]
-    gains = {name: statistics.fmean(each) for name in others if (each := curves.gains(name))}
-    if not gains:
-        return f"{curves.record.cell.name}: nothing has reached the loss of {curves.target_steps} exact steps."
-    best = max(gains, key=lambda name: gains[name])
-    return f"With {best} the loss of {curves.target_steps} exact steps is reached {gains[best]:.1f} times as soon."

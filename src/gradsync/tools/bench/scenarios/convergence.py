@@ -12,7 +12,7 @@ per seed, not thirty repetitions: rounds are points of the curve. Times are medi
 
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,13 +29,13 @@ from gradsync.tools.bench.measure import CellRounds, Parts, Step
 from gradsync.tools.bench.peers import Gradsync
 from gradsync.tools.bench.record import Cell, CellRecord
 from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, known, picture, spread
-from gradsync.tools.bench.workload import Pattern, window_step
+from gradsync.tools.bench.workload import Pattern, repeated, window_step
 from gradsync.tools.llm.text_sources import open_source
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["SYMBOLS", "Convergence", "SplitText", "mean_curve"]
+__all__ = ["SYMBOLS", "Convergence", "SplitText", "learning", "mean_curve"]
 
 SYMBOLS = 128
 TEXT_BYTES, HELD_OUT_SEED = 1_000_000, 1234
@@ -78,6 +78,19 @@ class SplitText:
 def _sequences(symbols: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
     starts = torch.randint(0, len(symbols) - length, (count, 1), generator=generator)
     return symbols[starts + torch.arange(length + 1)]
+
+
+def learning(window: Callable[[], object], times: int, loss: Callable[[], Tensor]) -> Step:
+    """Several windows of training, the seconds they take, and the loss that they lead to on this rank."""
+
+    def step() -> Parts:
+        began = time.perf_counter()
+        repeated(window, times)()
+        seconds = time.perf_counter() - began
+        with torch.no_grad():
+            return {"training": seconds, "loss": float(loss())}
+
+    return step
 
 
 def mean_curve(label: str, places: Iterable[float], losses: Sequence[Sequence[float]], **looks: Any) -> Series:
@@ -149,8 +162,7 @@ class Convergence(Scenario):
         return [_loss_picture(_most(records)), *times]
 
     def reading(self, records: Sequence[CellRecord]) -> str:
-        savings = [saving for record in records if (saving := _saving(Trained(record)))]
-        return " ".join([_harm(_most(records)), *savings])
+        return " ".join(filter(None, [_harm(_most(records)), *(_saving(Trained(record)) for record in records)]))
 
 
 def _network(seed: int) -> nn.Sequential:
@@ -179,16 +191,7 @@ def _training(text: SplitText, batch: int, period: int, seed: int) -> Step:
         return loss_of(model, text.own(batch, generator))
 
     window = window_step(wrapped, forward, count=period, pattern=Pattern.NO_SYNC)
-
-    def step() -> Parts:
-        began = time.perf_counter()
-        for _ in range(ITERATIONS // period):
-            window()
-        seconds = time.perf_counter() - began
-        with torch.no_grad():
-            return {"training": seconds, "loss": float(loss_of(network, text.held_out))}
-
-    return step
+    return learning(window, ITERATIONS // period, lambda: loss_of(network, text.held_out))
 
 
 class Trained:
@@ -293,9 +296,8 @@ def _picture(
 
     Its range is that of the curves that every iteration averages: what leaves it at the top has diverged.
     """
-    losses = {key: [loss for curve in curves for loss in curve] for key, curves in cell.curves.items()}
-    every = [loss for values in losses.values() for loss in values]
-    low, high = min(every), max([loss for batch in RATES for loss in losses[batch, 1]] or every)
+    every = [loss for curves in cell.curves.values() for curve in curves for loss in curve]
+    low, high = min(every), max([loss for batch in RATES for curve in cell.curves[batch, 1] for loss in curve] or every)
     margin = (high - low) * 0.06 or 0.1
 
     def draw(axes: "Axes", batch: int) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.charts.canvas import SOFT
-from gradsync.tools.bench.device import CellRanks
 from gradsync.tools.bench.faults.judging import AFTERWARDS, CASES, CUT_LINK, RANKS, FaultOutcome, Limits
 from gradsync.tools.bench.faults.program import (
     AGAINST_FAULTS,
@@ -25,6 +24,7 @@ from gradsync.tools.bench.measure import Progress
 from gradsync.tools.bench.peers import TUNED
 from gradsync.tools.bench.record import Cell, CellRecord, RowFile, Sample
 from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, colour_of, picture
+from gradsync.tools.lab import Lab, SharedGpu
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ class Faults(Scenario):
     source = "own; moments drawn at random, real processes"
     question = "When a rank is killed, stopped, cut off or wrong: who says so, when, and what is lost?"
     slug = "notice"
-    adds_rounds = True
+    in_trials = True
 
     def cells(self, *, quick: bool) -> list[Cell]:
         seeds = 1 if quick else SEEDS
@@ -65,8 +65,8 @@ class Faults(Scenario):
             for name in (QUICK if quick else CASES)
         ]
 
-    def drive(self, cell: Cell, ranks: CellRanks, rows: RowFile, progress: Progress) -> None:
-        lab = ranks.lab
+    def drive(self, cell: Cell, place: Lab | SharedGpu | None, rows: RowFile, progress: Progress) -> None:
+        lab = place if isinstance(place, Lab) else None
         wanted = cell.options.get("peers", list(PEERS))
         unknown = [name for name in wanted if name not in PEERS]
         if unknown:
@@ -76,7 +76,7 @@ class Faults(Scenario):
             if reason is not None:
                 rows.write("absent", variant=peer, reason=reason)
         peers = [name for name in wanted if reasons[name] is None]
-        rows.fact("case", CASES[cell.name].words)
+        rows.fact("case", CASES[cell.name])
         known = rows.known(cell).samples
         planned = [
             Trial(peer=peer, seed=seed, case=cell.name, limits=LIMITS, lab=lab)
@@ -92,7 +92,7 @@ class Faults(Scenario):
                 rows.fact(f"no fault with {trial.peer}, seed {trial.seed}", "its ranks did not get that far")
             else:
                 _write(rows, trial.peer, trial.seed, outcome)
-            progress.advance(number, cell.rounds * len(peers))
+            progress(number, cell.rounds * len(peers))
 
     # -- what came of it ----------------------------------------------------------------------------------------------
 

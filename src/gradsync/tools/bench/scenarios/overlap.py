@@ -28,18 +28,17 @@ from gradsync.parallel.clipping import clip_grad_norm_
 from gradsync.tools.bench.measure import CellRounds, Steady, Step
 from gradsync.tools.bench.peers import (
     ALONE,
+    DDP,
     FSDP2,
     OURS,
     OVERLAPPED,
     SHARDED,
     TUNED,
+    ZERO,
     Gradsync,
-    GradsyncOverlapped,
-    GradsyncSharded,
     NoWrapper,
     Peer,
     WrappedModel,
-    ZeroRedundancy,
 )
 from gradsync.tools.bench.record import Cell, CellRecord, percent
 from gradsync.tools.bench.scenario import (
@@ -47,19 +46,19 @@ from gradsync.tools.bench.scenario import (
     Scenario,
     Table,
     colour_of,
-    gpu_cell,
     known,
     or_missing,
+    paper_cells,
     timing_table,
 )
 from gradsync.tools.bench.workload import (
     EmulatedWorkload,
     RealWorkload,
     Workload,
-    paper_models,
     settle,
     timed_step,
     tuned_ddp,
+    workload_of,
 )
 from gradsync.tools.lab.lab import Rate
 
@@ -86,7 +85,7 @@ class Overlap(Scenario):
         "After the latency breakdown of Li et al., PyTorch Distributed, VLDB 2020 (overlap saves, Gloo: 26.8 % of "
         "ResNet-50, 21.5 % of BERT; NCCL: 38.0 %, 35.2 %)."
     )
-    question = "Where does the time of a step go, and how much of the wire can be hidden behind backward?"
+    question = "Where does the time of a step go, and how much of the communication can be hidden behind backward?"
     slug, height = "breakdown", 3.9
 
     def cells(self, *, quick: bool) -> list[Cell]:
@@ -104,13 +103,10 @@ class Overlap(Scenario):
         ]
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
-        return [
-            gpu_cell(f"{each['model']}, 2 ranks, NCCL", quick=quick, step_seconds=8 * each["seconds"], options=each)
-            for each in paper_models(quick=quick)
-        ]
+        return paper_cells(quick=quick, steps=8)
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = EmulatedWorkload.of(rounds)
+        workload = workload_of(rounds)
         workload.note(rounds)
         variants: dict[str, Step] = {
             peer.name: timed_step(workload.wrap(peer), workload.forward, rounds.device)
@@ -149,7 +145,7 @@ class Overlap(Scenario):
 
 
 def _parts(record: CellRecord, variant: str) -> dict[str, float]:
-    """Median seconds of the parts, where backward is what it takes alone and the rest of it is exposed wire."""
+    """Median seconds of the parts, where backward is what it takes alone and the rest is exposed communication."""
     alone = record.samples.get(ALONE, {})
     backward = {n: taken.parts["backward"] + taken.parts["exposed"] for n, taken in record.samples[variant].items()}
     exposed = [whole - alone[number].parts["backward"] for number, whole in backward.items() if number in alone]
@@ -175,7 +171,7 @@ CLIPPED, AUTO = ", clipped", f"{SHARDED}, auto"
 # In seconds of forward and backward together.
 COMPUTE, LAYERS, RATE = 0.06, 12, "400mbit"
 BALANCED = "forward and backward"
-# The wire against forward and backward: hidden by half of backward, as long as both, and far longer.
+# Communication against forward and backward: hidden by half of backward, as long as both, and far longer.
 SHARES = {"half of backward": 1 / 3, BALANCED: 1.0, "four times as long": 4.0}
 STEPS_A_SAMPLE = 10
 MAX_NORM = 1.0
@@ -183,10 +179,10 @@ PLAIN_BOUND, BOUND = "bound F + W", "bound max(F + B, W)"
 
 
 class NextForward(Scenario):
-    """Time of a step with a plain and with a sharded optimizer, over what the wire takes."""
+    """Time of a step with a plain and with a sharded optimizer, over what communication takes."""
 
     name = "next-forward"
-    title = "Next forward: the wire behind the whole step"
+    title = "Next forward: communication behind the whole step"
     source = "After the overlapped parameter gather of Megatron-LM's distributed optimizer, here under a plain loop."
     question = "How much faster is a step if new parameters travel behind the next forward?"
     baseline = TUNED
@@ -215,7 +211,7 @@ class NextForward(Scenario):
             Cell(name=f"GPT 5M, 2 hosts, {rate}", hosts=2, rate=rate, seconds=seconds, options=gpt, **fixed)
             for rate in ("400mbit", "200mbit")
         ]
-        # Where the wire is memory, what counts is the work: of the optimizer, too, which is shared out.
+        # Where ranks share memory, what counts is the work, also that of the optimizer, which is shared out.
         larger = {"layers": 8, "width": 512, "batch": 1, "length": 8, "optimizer": "AdamW"}
         seconds = (rounds + 12) * 10 * 5 * 0.3
         one_host = Cell(name="GPT 25M, 1 host, AdamW", seconds=seconds, emulated=False, options=larger, **fixed)
@@ -223,20 +219,20 @@ class NextForward(Scenario):
         return [*emulated, one_host] if quick else [*emulated, *transformers, one_host]
 
     def measure(self, rounds: CellRounds) -> None:
-        options = rounds.cell.options
-        workload: Workload = EmulatedWorkload.transformer(options) if "share" in options else RealWorkload(**options)
+        workload = workload_of(rounds)
         workload.note(rounds)
         if isinstance(workload, EmulatedWorkload):
             rounds.fact("forward seconds", workload.profile.forward_seconds)
         tuned = tuned_ddp(rounds, workload)
-        chosen = GradsyncSharded(name=AUTO, mode="auto")
-        peers: list[Peer] = [NoWrapper(), tuned, Gradsync(), GradsyncSharded(), chosen, GradsyncOverlapped()]
+        sharded, chosen = Gradsync(name=SHARDED, gathers="next-forward"), Gradsync(name=AUTO, gathers="auto")
+        late = Gradsync(name=OVERLAPPED, late_means=True)
+        peers: list[Peer] = [NoWrapper(), tuned, Gradsync(), sharded, chosen, late]
         if isinstance(workload, RealWorkload):
-            peers += [ZeroRedundancy(bucket_mb=tuned.bucket_mb), FSDP2()]
+            peers += [DDP(name=ZERO, tuned=True, bucket_mb=tuned.bucket_mb, shares_state=True), FSDP2()]
         times = STEPS_A_SAMPLE if isinstance(workload, EmulatedWorkload) else STEPS_A_SAMPLE // 2
         wrapped = {peer.name: workload.wrap(peer) for peer in peers}
         variants = {name: _steady(workload, each, times) for name, each in wrapped.items()}
-        for peer, clip in ((tuned, torch.nn.utils.clip_grad_norm_), (GradsyncSharded(), clip_grad_norm_)):
+        for peer, clip in ((tuned, torch.nn.utils.clip_grad_norm_), (sharded, clip_grad_norm_)):
             variants[peer.name + CLIPPED] = _steady(workload, workload.wrap(peer), times, clip=clip)
         for name in (OURS, SHARDED, AUTO, OVERLAPPED, SHARDED + CLIPPED):
             settle(variants[name].step, after=DECIDED_AFTER if name == AUTO else TUNED_AFTER[-1])
@@ -289,10 +285,10 @@ def _parameters(share: float, hosts: int) -> int:
 
 def _bounds(record: CellRecord) -> dict[str, float]:
     """What a step takes at least, in seconds, if it waits for the mean; and if it does not."""
-    forward, wire = record.facts.get("forward seconds"), record.limit(TUNED)
-    if forward is None or ALONE not in record.samples or wire is None:
+    forward = record.facts.get("forward seconds")
+    if forward is None or record.limit(TUNED) is None:
         return {}
-    seconds = record.cell.wire_seconds(record.facts["gradient bytes"])
+    seconds = record.cell.transfer_seconds(record.facts["gradient bytes"])
     compute = record.ms(ALONE) / 1e3
     return {PLAIN_BOUND: max(compute, forward + seconds), BOUND: max(compute, seconds)}
 

@@ -15,7 +15,7 @@ which hardly vary, if it sends 2 % more, in memory if it needs 2 % more in its b
 import gc
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,18 +33,18 @@ from gradsync.tools.bench.scenario import (
     colour_of,
     gpu_cell,
     known,
+    paper_cells,
     picture,
     timing_table,
 )
 from gradsync.tools.bench.workload import (
-    EmulatedWorkload,
+    MIB,
     RealWorkload,
-    Workload,
-    paper_models,
     plain_step,
     settle,
     steps_of,
     tuned_ddp,
+    workload_of,
 )
 
 if TYPE_CHECKING:
@@ -69,24 +69,6 @@ COUNTED = {
     "cpu": "in processes of its own; memory that ranks share is counted once, half for each",
     "cuda": "as torch's allocator counts it on the GPU; what NCCL takes for itself is not in it",
 }
-
-
-def memory_cell(name: str, repeat: int) -> Cell:
-    """Of one peer, on the CPU."""
-    return Cell(
-        name=f"memory, {name}" + (f", run {repeat + 1}" if repeat else ""),
-        warmup=0,
-        rounds=MEMORY_STEPS,
-        seconds=3.0,
-        emulated=False,
-        options={MEMORY: name, **WHOLE},
-    )
-
-
-def gpu_memory_cell(**options: Any) -> Cell:
-    """Of all peers, one after the other."""
-    cell = gpu_cell(f"memory, {ALL}", quick=True, step_seconds=0.0, options={MEMORY: ALL, **options}, emulated=False)
-    return replace(cell, warmup=0, rounds=MEMORY_STEPS, block=1)
 
 
 def measure_memory(rounds: CellRounds) -> None:
@@ -195,30 +177,38 @@ class Peers(Scenario):
     name = "peers"
     title = "Peers: the same model under every wrapper"
     source = "The wrappers of torch 2.13, Accelerate and Lightning Fabric, as their documentation uses them."
-    question = "Which wrapper costs least: time, bytes on the wire, memory?"
+    question = "Which wrapper costs least: time, bytes sent, memory?"
 
     def cells(self, *, quick: bool) -> list[Cell]:
         cells = _emulated(quick=quick) + _real(quick=quick)
-        memory = [memory_cell(name, repeat) for repeat in range(1 if quick else MEMORY_RUNS) for name in PEERS]
-        return cells + memory
+        return cells + [
+            Cell(
+                name=f"memory, {name}" + (f", run {repeat + 1}" if repeat else ""),
+                warmup=0,
+                rounds=MEMORY_STEPS,
+                seconds=3.0,
+                emulated=False,
+                options={MEMORY: name, **WHOLE},
+            )
+            for repeat in range(1 if quick else MEMORY_RUNS)
+            for name in PEERS
+        ]
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
-        (emulated, *_) = paper_models(quick=quick)
-        cells = [gpu_cell("ResNet-50, 2 ranks, NCCL", quick=quick, step_seconds=0.6, options=emulated)]
+        cells = paper_cells(quick=quick, steps=10)[:1]
         for batch, seconds in ((8, 0.3), (32, 0.4)):
             options = {**GPU_WHOLE, "batch": batch}
             name = f"{RealWorkload(**options).parameters / 1e6:.0f}M, batch {batch}, NCCL"
             cells.append(gpu_cell(name, quick=quick, step_seconds=seconds, emulated=False, options=options))
-        return [*cells, gpu_memory_cell(**GPU_WHOLE)]
+        options = {MEMORY: ALL, **GPU_WHOLE}
+        memory = gpu_cell(f"memory, {ALL}", quick=True, step_seconds=0.0, emulated=False, options=options)
+        return [*cells, replace(memory, warmup=0, rounds=MEMORY_STEPS, block=1)]
 
     def measure(self, rounds: CellRounds) -> None:
-        options = rounds.cell.options
-        if MEMORY in options:
+        if MEMORY in rounds.cell.options:
             measure_memory(rounds)
-        elif rounds.cell.emulated:
-            _measure_time(rounds, EmulatedWorkload.of(rounds))
         else:
-            _measure_time(rounds, RealWorkload(**options, device=rounds.device))
+            _measure_time(rounds)
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         memory = Memory(records)
@@ -275,7 +265,8 @@ def _real(*, quick: bool) -> list[Cell]:
     ]
 
 
-def _measure_time(rounds: CellRounds, workload: Workload) -> None:
+def _measure_time(rounds: CellRounds) -> None:
+    workload = workload_of(rounds)
     # The ranks of a host can add up among themselves before anything crosses its link.
     workload.note(rounds, senders=rounds.cell.hosts or 1)
     peers = {**PEERS, TUNED: tuned_ddp(rounds, workload)}
@@ -294,13 +285,6 @@ def _timed(records: Sequence[CellRecord]) -> list[CellRecord]:
 
 def _rivals(record: CellRecord) -> list[str]:
     return [name for name in SHOWN if name in record.samples and name != OURS]
-
-
-def _exposed(record: CellRecord, variant: str) -> float | None:
-    """Median over the rounds of what the step takes longer than the computation alone."""
-    alone, mine = record.samples.get(ALONE, {}), record.samples[variant]
-    waits = [sample.seconds - alone[number].seconds for number, sample in mine.items() if number in alone]
-    return statistics.median(waits) if waits else None
 
 
 def _share_sent(record: CellRecord) -> float:
@@ -343,98 +327,94 @@ def _behind(record: CellRecord) -> list[str]:
 
 
 def _table(record: CellRecord) -> Table:
+    alone, size = record.samples.get(ALONE, {}), record.facts.get("gradient bytes", 0)
+
     def exposed(name: str) -> str:
-        waited = _exposed(record, name)
-        return MISSING if waited is None or name == ALONE else f"{waited * 1e3:.1f}"
+        """Median over the rounds of what the step takes longer than the computation alone."""
+        waits = [taken.seconds - alone[n].seconds for n, taken in record.samples[name].items() if n in alone]
+        return f"{statistics.median(waits) * 1e3:.1f}" if waits and name != ALONE else MISSING
 
-    table = timing_table(record, baseline=OURS, note=_bucket_note(record), more={"exposed ms": exposed})
+    note = ""
+    if "DDP bucket MiB" in record.facts:
+        whole = " DDP stock, Accelerate and Lightning Fabric have buckets of 25 MiB, which hold this model whole."
+        note = f"Buckets of DDP tuned, in MiB: {record.facts['DDP bucket MiB']}.{whole if size < 25 * MIB else ''}"
+    table = timing_table(record, baseline=OURS, note=note, more={"exposed ms": exposed})
     kind = "emulated computation" if record.cell.emulated else "real computation"
-    size = f"{record.facts.get('gradient bytes', 0) / 1e6:.1f} MB of gradients"
-    return replace(table, title=f"{record.cell.name}: {size}, {kind} ({record.rounds} rounds)")
-
-
-def _bucket_note(record: CellRecord) -> str:
-    tuned = record.facts.get("DDP bucket MiB")
-    if tuned is None:
-        return ""
-    small = record.facts.get("gradient bytes", 0) < 25 * 2**20
-    whole = " DDP stock, Accelerate and Lightning Fabric have buckets of 25 MiB, which hold this model whole."
-    return f"Buckets of DDP tuned, in MiB: {tuned}.{whole if small else ''}"
+    title = f"{record.cell.name}: {size / 1e6:.1f} MB of gradients, {kind} ({record.rounds} rounds)"
+    return replace(table, title=title)
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panel:
-    """One bar a peer, from the top down, or why it has none; what of it is ``grey``, and where the ``limit`` is."""
-
-    name: str
-    values: Mapping[str, float]
-    absent: Mapping[str, str]
-    grey: float | None = None
-    limit: float | None = None
-
-
 def _bars(
-    slug: str, title: str, panels: Sequence[Panel], *, form: str, xlabel: str, reading: str, height: float = 3.7
-) -> Picture:
-    def draw(axes: "Axes", panel: Panel) -> None:
-        rows = {name: panel.values.get(name, panel.absent.get(name, MISSING)) for name in SHOWN}
-        draw_rows(axes, rows, {name: colour_of(name) for name in SHOWN}, form=form, bold=OURS)
-        if panel.grey is not None:
-            places = [place for place, name in enumerate(SHOWN) if name in panel.values]
-            axes.barh(places, [panel.grey] * len(places), 0.7, color=colour("palest"))
-        if panel.limit is not None:
-            limit_line(axes, panel.limit, across=False)
-        axes.set_xlabel(xlabel)
-
-    draws = [(panel.name, partial(draw, panel=panel)) for panel in panels]
-    return picture(slug, title, draws, reading=reading, height=height, columns=0)
+    axes: "Axes",
+    values: Mapping[str, float],
+    absent: Mapping[str, str],
+    *,
+    form: str,
+    xlabel: str,
+    grey: float | None = None,
+    limit: float | None = None,
+) -> None:
+    """One bar a peer, from the top down, or why it has none; what of it is ``grey``, and where the ``limit`` is."""
+    rows = {name: values.get(name, absent.get(name, MISSING)) for name in SHOWN}
+    draw_rows(axes, rows, {name: colour_of(name) for name in SHOWN}, form=form, bold=OURS)
+    if grey is not None:
+        places = [place for place, name in enumerate(SHOWN) if name in values]
+        axes.barh(places, [grey] * len(places), 0.7, color=colour("palest"))
+    if limit is not None:
+        limit_line(axes, limit, across=False)
+    axes.set_xlabel(xlabel)
 
 
 def _time_picture(slug: str, records: Sequence[CellRecord]) -> Picture:
     # Not stock: where its one bucket holds a scaled model whole, it is easily beaten.
     gains = known({record.cell.name: record.times(TUNED, OURS) for record in records}).values()
     title = _title("Speed of gradsync against tuned DDP", [f"{times:.2f}×" for times in gains]) or "Time of a step"
-    panels = []
-    for record in records:
-        times = {name: record.ms(name) for name in record.samples}
-        limit = record.limit(OURS)
+
+    def draw(axes: "Axes", record: CellRecord) -> None:
+        times, limit = {name: record.ms(name) for name in record.samples}, record.limit(OURS)
         bound = None if limit is None else limit * 1e3
         # What is left of colour is the cost of synchronization.
         grey = times.get(ALONE)
-        panels.append(Panel(name=record.cell.name, values=times, absent=record.absent, grey=grey, limit=bound))
+        _bars(axes, times, record.absent, form="{:.0f}", xlabel="ms a step", grey=grey, limit=bound)
+
     words = " ".join(sentence for record in records if (sentence := _lead(record)))
     reading = f"{words} Grey is the computation without a wrapper, the dashed line the limit."
-    return _bars(slug, title, panels, form="{:.0f}", xlabel="ms a step", reading=reading, height=3.9)
+    panels = [(record.cell.name, partial(draw, record=record)) for record in records]
+    return picture(slug, title, panels, reading=reading, height=3.9, columns=0)
 
 
 def _bytes_picture(records: Sequence[CellRecord]) -> Picture:
     shares = [percent(_share_sent(record)) for record in records if {OURS, STOCK} <= record.samples.keys()]
     title = _title("Bytes of gradsync against stock DDP", shares) or "Bytes that a host sends"
-    panels = []
-    for record in records:
+
+    def draw(axes: "Axes", record: CellRecord) -> None:
         sent = {name: record.sent(name) / 1e6 for name in record.samples}
-        panels.append(Panel(name=record.cell.name, values=sent, absent=record.absent))
+        _bars(axes, sent, record.absent, form="{:.2f}", xlabel="MB a step, sent by a host")
+
+    panels = [(record.cell.name, partial(draw, record=record)) for record in records]
     reading = "Read from the counters of the hosts' interfaces; where a host has two ranks, both send through one link."
-    return _bars("bytes", title, panels, form="{:.2f}", xlabel="MB a step, sent by a host", reading=reading)
+    return picture("bytes", title, panels, reading=reading, height=3.7, columns=0)
 
 
 def _memory_picture(memory: Memory) -> Picture:
-    panels = []
-    for when, runs in (("Peak, first steps included", memory.peak), ("Settled", memory.settled)):
+    def draw(axes: "Axes", runs: Mapping[str, list[float]]) -> None:
         sizes = {name: statistics.median(values) / 1e6 for name, values in runs.items()}
-        panels.append(Panel(name=when, values=sizes, absent=memory.absent, limit=sizes.get(ALONE)))
-    title, settled = "Memory of a rank", panels[-1].values
-    rivals = [name for name in settled if name in SHOWN and name != OURS]
-    if OURS in settled and rivals:
+        xlabel = f"MB a rank, {memory.gradients / 1e6:.1f} MB of gradients"
+        _bars(axes, sizes, memory.absent, form="{:.0f}", xlabel=xlabel, limit=sizes.get(ALONE))
+
+    title, rivals = "Memory of a rank", [name for name in memory.settled if name in SHOWN and name != OURS]
+    if OURS in memory.settled and rivals:
+        settled = {name: statistics.median(values) / 1e6 for name, values in memory.settled.items()}
         best = min(rivals, key=lambda name: settled[name])
         other = f"the best other, {best} {settled[best]:.0f} MB"
         title = f"Memory in the long run: gradsync {settled[OURS]:.0f} MB a rank; {other}"
-    xlabel = f"MB a rank, {memory.gradients / 1e6:.1f} MB of gradients"
+    both = (("Peak, first steps included", memory.peak), ("Settled", memory.settled))
+    panels = [(when, partial(draw, runs=runs)) for when, runs in both]
     reading = "The dashed line is the model without a wrapper. Memory that ranks share is counted once."
-    return _bars("memory", title, panels, form="{:.0f}", xlabel=xlabel, reading=reading)
+    return picture("memory", title, panels, reading=reading, height=3.7, columns=0)
 
 
 def _title(words: str, values: Sequence[str]) -> str:

@@ -23,10 +23,11 @@ from gradsync.tools.bench.scenario import (
     colour_of,
     gpu_cell,
     known,
+    paper_models,
     picture,
     times_of,
 )
-from gradsync.tools.bench.workload import EmulatedWorkload, Workload, paper_models, plain_step, settle, tuned_ddp
+from gradsync.tools.bench.workload import Workload, plain_step, settle, tuned_ddp, workload_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,7 +88,7 @@ class Scaling(Scenario):
         ]
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = EmulatedWorkload.of(rounds)
+        workload = workload_of(rounds)
         workload.note(rounds)
         rounds.fact("cores", len(os.sched_getaffinity(0)))
         tuned = tuned_ddp(rounds, workload, shares=SHARES, warmup=2)

@@ -5,6 +5,7 @@ at least, so it can be compared with the link whatever N is. Small messages are 
 among the communicators: its ranks must be started by mpirun.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from gradsync.tools.bench.workload import MIB, repeated
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["WireScenario"]
+__all__ = ["Communicators"]
 
 GLOO, EXCHANGE, HALVES = "Gloo group", "peer exchange", "peer exchange RS+AG"
 SHARED, TURNS, LAYERS, COPY = "shared memory", "round-robin of 3", "hierarchical", "plain copy"
@@ -46,16 +47,16 @@ COLOURS = {
     LAYERS: "vermillion",
     COPY: "grey",
 }
-WIRES = tuple(COLOURS)
+TRANSPORTS = tuple(COLOURS)
 
 
-def variant_name(wire: str, size: int) -> str:
-    return f"{wire} · {size_words(size)}"
+def variant_name(transport: str, size: int) -> str:
+    return f"{transport} · {size_words(size)}"
 
 
-def calls_of(cell: Cell, wire: str, size: int) -> int:
+def calls_of(cell: Cell, transport: str, size: int) -> int:
     """How often a sample repeats a message: ranks leave their meeting up to milliseconds apart."""
-    if wire in (SHARED, COPY):
+    if transport in (SHARED, COPY):
         return 128 if size <= MIB else 16 if size <= 4 * MIB else 4
     if size < MIB:
         return 8 // cell.ranks
@@ -64,12 +65,12 @@ def calls_of(cell: Cell, wire: str, size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceTimes:
-    """Seconds by wire and size, of the cells of one place."""
+    """Seconds by transport and size, of the cells of one place."""
 
     name: str
     ranks: int
     rate: float | None
-    # What the other wires are held against.
+    # What the other transports are held against.
     group: str
     seconds: Mapping[str, Mapping[int, float]]
     absent: Mapping[str, str]
@@ -78,15 +79,15 @@ class PlaceTimes:
     def sizes(self) -> list[int]:
         return sorted({size for times in self.seconds.values() for size in times})
 
-    def bus(self, wire: str, size: int) -> float:
+    def bus(self, transport: str, size: int) -> float:
         """Bytes per second; a copy moves each byte once."""
-        moved = float(size) if wire == COPY else ring_bytes(size, self.ranks)
-        return moved / self.seconds[wire][size]
+        moved = float(size) if transport == COPY else ring_bytes(size, self.ranks)
+        return moved / self.seconds[transport][size]
 
-    def over_group(self, wire: str, size: int) -> float | None:
+    def over_group(self, transport: str, size: int) -> float | None:
         """How many times as fast as the process group."""
-        known = size in self.seconds.get(wire, {}) and size in self.seconds.get(self.group, {})
-        return self.seconds[self.group][size] / self.seconds[wire][size] if known else None
+        known = size in self.seconds.get(transport, {}) and size in self.seconds.get(self.group, {})
+        return self.seconds[self.group][size] / self.seconds[transport][size] if known else None
 
 
 def fit_line(times: Mapping[int, float]) -> tuple[float, float]:
@@ -107,29 +108,28 @@ def fit_line(times: Mapping[int, float]) -> tuple[float, float]:
 
 
 def places_of(records: Sequence[CellRecord]) -> list[PlaceTimes]:
-    names = dict.fromkeys(record.cell.options["place"] for record in records)
-    places = [_place(name, [record for record in records if record.cell.options["place"] == name]) for name in names]
-    return [place for place in places if place.seconds]
-
-
-def _place(name: str, records: Sequence[CellRecord]) -> PlaceTimes:
-    cell = records[0].cell
-    seconds: dict[str, dict[int, float]] = {}
-    for wire in WIRES:
-        for record in records:
+    by_place: dict[str, list[CellRecord]] = {}
+    for record in records:
+        by_place.setdefault(record.cell.options["place"], []).append(record)
+    places = []
+    for name, cells in by_place.items():
+        cell, seconds = cells[0].cell, dict[str, dict[int, float]]()
+        for transport, record in itertools.product(TRANSPORTS, cells):
             for size in record.cell.options["sizes"]:
-                if variant_name(wire, size) in record.samples:
-                    median = record.summary(variant_name(wire, size)).median
-                    seconds.setdefault(wire, {})[size] = median / calls_of(cell, wire, size)
-    absent = {wire: reason for record in records for wire, reason in record.absent.items()}
-    return PlaceTimes(
-        name=f"{name}, {cell.sharing}" if cell.sharing else name,
-        ranks=cell.ranks,
-        rate=cell.bytes_per_second,
-        group=GROUPS[cell.device],
-        seconds=seconds,
-        absent=absent,
-    )
+                variant = variant_name(transport, size)
+                if variant in record.samples:
+                    median = record.summary(variant).median / calls_of(cell, transport, size)
+                    seconds.setdefault(transport, {})[size] = median
+        place = PlaceTimes(
+            name=f"{name}, {cell.sharing}" if cell.sharing else name,
+            ranks=cell.ranks,
+            rate=cell.bytes_per_second,
+            group=GROUPS[cell.device],
+            seconds=seconds,
+            absent={transport: reason for record in cells for transport, reason in record.absent.items()},
+        )
+        places += [place] if seconds else []
+    return places
 
 
 Sizes = tuple[int, ...]
@@ -139,7 +139,7 @@ SMALL: Sizes = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB)
 LARGE: Sizes = (MIB, 4 * MIB, 25 * MIB, 100 * MIB)
 QUICK_SMALL, QUICK_LARGE, QUICK_SHAPED = (4 * KIB, 64 * KIB, 256 * KIB), (MIB, 4 * MIB, 25 * MIB), (MIB, 4 * MIB)
 
-# Reduces so many bytes once, or copies them.
+# Reduces a message once, or copies it.
 Call = Callable[[], object]
 
 # Where ranks are.
@@ -152,13 +152,13 @@ PLACES = (
 )
 
 
-class WireScenario(Scenario):
+class Communicators(Scenario):
     """Time and bandwidth of every communicator over the size of the message."""
 
     name = "wire"
-    title = "The wire: time and bandwidth of every communicator"
+    title = "Communicators: the time and bandwidth of each"
     source = "After NVIDIA's nccl-tests (time, algorithm bandwidth, bus bandwidth over message size)."
-    question = "How fast do bytes travel here, on each of the wires that gradsync can take?"
+    question = "How fast do bytes travel here, by each of gradsync's communicators?"
 
     def cells(self, *, quick: bool) -> list[Cell]:
         return [cell for place in PLACES for cell in _cells(place, quick=quick)]
@@ -180,11 +180,11 @@ class WireScenario(Scenario):
         ]
 
     def measure(self, rounds: CellRounds) -> None:
-        wires = _gpu_wires(rounds) if rounds.cell.transport == "NCCL" else _wires(rounds)
+        transports = _gpu_transports(rounds) if rounds.cell.transport == "NCCL" else _transports(rounds)
         variants: dict[str, Step] = {}
         for size in rounds.cell.options["sizes"]:
-            for wire, call in _calls(wires, size, rounds.device).items():
-                variants[variant_name(wire, size)] = repeated(call, calls_of(rounds.cell, wire, size))
+            for transport, call in _calls(transports, size, rounds.device).items():
+                variants[variant_name(transport, size)] = repeated(call, calls_of(rounds.cell, transport, size))
         rounds.run(variants)
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
@@ -221,57 +221,61 @@ def _cells(place: Cell, *, quick: bool) -> list[Cell]:
     ]
 
 
-def _wires(rounds: CellRounds) -> dict[str, Communicator]:
+def _transports(rounds: CellRounds) -> dict[str, Communicator]:
     """The communicators that work here. Making them is collective."""
     group, cell = dist.group.WORLD, rounds.cell
     assert group is not None
     plain = ProcessGroupCommunicator(group)
-    wires: dict[str, Communicator] = {GLOO: plain, EXCHANGE: PeerExchangeCommunicator(group)}
-    wires[TURNS] = RoundRobinCommunicator.over(group, IN_TURN)
+    transports: dict[str, Communicator] = {GLOO: plain, EXCHANGE: PeerExchangeCommunicator(group)}
+    transports[TURNS] = RoundRobinCommunicator.over(group, IN_TURN)
     if cell.hosts is None:
-        wires[SHARED] = SharedMemoryCommunicator(plain)
+        transports[SHARED] = SharedMemoryCommunicator(plain)
         rounds.absent(LAYERS, "needs several hosts")
     else:
         rounds.absent(SHARED, "needs all ranks on one host")
         rounds.absent(COPY, "is the yardstick of one host")
         if cell.ranks_per_host > 1:
-            wires[LAYERS] = HierarchicalCommunicator.over(group, inside=_share_memory)
+            transports[LAYERS] = HierarchicalCommunicator.over(
+                group, inside=lambda inside: SharedMemoryCommunicator(ProcessGroupCommunicator(inside))
+            )
         else:
             rounds.absent(LAYERS, "needs several ranks on a host")
     rounds.absent("MPI", "needs ranks that mpirun has started")
-    return wires
+    return transports
 
 
-def _gpu_wires(rounds: CellRounds) -> dict[str, Communicator]:
+def _gpu_transports(rounds: CellRounds) -> dict[str, Communicator]:
     group = dist.group.WORLD
     assert group is not None
-    for wire in (EXCHANGE, SHARED, LAYERS):
-        rounds.absent(wire, "is for CPU tensors")
+    for transport in (EXCHANGE, SHARED, LAYERS):
+        rounds.absent(transport, "is for CPU tensors")
     return {NCCL: ProcessGroupCommunicator(group), TURNS: RoundRobinCommunicator.over(group, IN_TURN)}
 
 
-def _calls(wires: Mapping[str, Communicator], size: int, device: Device) -> dict[str, Call]:
-    """What to time, by the name of the wire."""
+def _calls(transports: Mapping[str, Communicator], size: int, device: Device) -> dict[str, Call]:
+    """What to time, by the name of the transport."""
 
-    def allocate(wire: str) -> torch.Tensor:
+    def allocate(transport: str) -> torch.Tensor:
         # Written once, or all of it would be one page of zeros.
-        return wires[wire].allocate(size // 4, torch.float32, device.torch_device).zero_()
+        return transports[transport].allocate(size // 4, torch.float32, device.torch_device).zero_()
 
     group = GROUPS[device.name]
     tensor = allocate(group)
-    calls = {group: _reducing(wires[group], tensor), TURNS: _in_parts(wires[TURNS], tensor)}
+    calls = {group: _reducing(transports[group], tensor), TURNS: _in_parts(transports[TURNS], tensor)}
     halves = {EXCHANGE: HALVES, NCCL: NCCL_HALVES}
-    calls |= {halves[wire]: _halves(wires[wire], tensor) for wire in halves if wire in wires}
-    if EXCHANGE in wires:
-        calls[EXCHANGE] = _reducing(wires[EXCHANGE], tensor)
-    calls |= {wire: _reducing(wires[wire], allocate(wire)) for wire in (SHARED, LAYERS) if wire in wires}
-    if SHARED in wires:
+    calls |= {
+        halves[transport]: _halves(transports[transport], tensor) for transport in halves if transport in transports
+    }
+    if EXCHANGE in transports:
+        calls[EXCHANGE] = _reducing(transports[EXCHANGE], tensor)
+    calls |= {
+        transport: _reducing(transports[transport], allocate(transport))
+        for transport in (SHARED, LAYERS)
+        if transport in transports
+    }
+    if SHARED in transports:
         calls[COPY] = _copying(tensor)
-    return {name: calls[name] for name in WIRES if name in calls}
-
-
-def _share_memory(group: dist.ProcessGroup) -> Communicator:
-    return SharedMemoryCommunicator(ProcessGroupCommunicator(group))
+    return {name: calls[name] for name in TRANSPORTS if name in calls}
 
 
 def _reducing(communicator: Communicator, tensor: torch.Tensor) -> Call:
@@ -309,18 +313,18 @@ def _copying(tensor: torch.Tensor) -> Call:
 
 
 def _size_tables(place: PlaceTimes) -> Iterator[Table]:
-    """Times and bandwidths of the wires, by the size of the message."""
+    """Times and bandwidths of the transports, by the size of the message."""
 
-    def milliseconds(wire: str, size: int) -> str:
-        faster = place.over_group(wire, size)
-        against = f" ({faster:.1f}×)" if faster is not None and wire != place.group else ""
-        return f"{place.seconds[wire][size] * 1e3:.3g}{against}"
+    def milliseconds(transport: str, size: int) -> str:
+        faster = place.over_group(transport, size)
+        against = f" ({faster:.1f}×)" if faster is not None and transport != place.group else ""
+        return f"{place.seconds[transport][size] * 1e3:.3g}{against}"
 
-    def bandwidths(wire: str, size: int) -> str:
-        return f"{size / place.seconds[wire][size] / 1e6:.4g} / {place.bus(wire, size) / 1e6:.4g}"
+    def bandwidths(transport: str, size: int) -> str:
+        return f"{size / place.seconds[transport][size] / 1e6:.4g} / {place.bus(transport, size) / 1e6:.4g}"
 
     note = f"In brackets: how many times as fast as the {place.group}. The round-robin gets messages in three parts. "
-    missing = "; ".join(f"{wire}: {reason}" for wire, reason in place.absent.items())
+    missing = "; ".join(f"{transport}: {reason}" for transport, reason in place.absent.items())
     link = "" if place.rate is None else f"The link carries {place.rate / 1e6:.0f} MB/s in each direction."
     for unit, words, remark in (
         ("ms", milliseconds, note + (f"Not here: {missing}." if missing else "")),
@@ -328,7 +332,7 @@ def _size_tables(place: PlaceTimes) -> Iterator[Table]:
     ):
         rows = []
         for size in place.sizes:
-            cells = (words(wire, size) if size in taken else MISSING for wire, taken in place.seconds.items())
+            cells = (words(transport, size) if size in taken else MISSING for transport, taken in place.seconds.items())
             rows.append([size_words(size), *cells])
         yield Table(title=f"{place.name}: {unit}", columns=["message", *place.seconds], rows=rows, note=remark)
 
@@ -336,14 +340,14 @@ def _size_tables(place: PlaceTimes) -> Iterator[Table]:
 def _fit_table(places: Sequence[PlaceTimes]) -> Table:
     rows = []
     for place in places:
-        for wire, times in place.seconds.items():
+        for transport, times in place.seconds.items():
             latency, slope = fit_line(times)
             rate = MISSING if slope <= 0 else f"{1 / slope / 1e6:.4g}"
-            share = MISSING if place.rate is None else percent(place.bus(wire, max(times)) / place.rate)
-            rows.append([place.name, wire, f"{latency * 1e6:.0f}", rate, share])
+            share = MISSING if place.rate is None else percent(place.bus(transport, max(times)) / place.rate)
+            rows.append([place.name, transport, f"{latency * 1e6:.0f}", rate, share])
     return Table(
         title="Fitted: a message of n bytes takes latency + n / bandwidth",
-        columns=["place", "wire", "latency µs", "bandwidth MB/s", "largest message: bus bandwidth / link"],
+        columns=["place", "transport", "latency µs", "bandwidth MB/s", "largest message: bus bandwidth / link"],
         rows=rows,
         note="Least squares of relative errors. A shaped link lets the first 256 kB after a pause pass at once, which "
         "flatters small messages. A hierarchy may exceed the link: it sends less than every rank's share.",
@@ -352,10 +356,10 @@ def _fit_table(places: Sequence[PlaceTimes]) -> Table:
 
 def _picture(place: PlaceTimes, number: int) -> Picture:
     def draw(axes: "Axes", values: Callable[[str, int], float], label: str) -> None:
-        for wire, times in place.seconds.items():
-            style: Any = "dashed" if wire in (HALVES, COPY) else "line"
-            points = [(float(size), values(wire, size)) for size in sorted(times)]
-            curve = Series(label=wire, points=points, colour=colour(COLOURS[wire]), style=style)
+        for transport, times in place.seconds.items():
+            style: Any = "dashed" if transport in (HALVES, COPY) else "line"
+            points = [(float(size), values(transport, size)) for size in sorted(times)]
+            curve = Series(label=transport, points=points, colour=colour(COLOURS[transport]), style=style)
             draw_curves(axes, [curve], marker="o", markersize=4)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -366,12 +370,12 @@ def _picture(place: PlaceTimes, number: int) -> Picture:
         axes.grid(True)
 
     def draw_bandwidths(axes: "Axes") -> None:
-        draw(axes, lambda wire, size: place.bus(wire, size) / 1e6, "MB/s")
+        draw(axes, lambda transport, size: place.bus(transport, size) / 1e6, "MB/s")
         if place.rate is not None:
             limit_line(axes, place.rate / 1e6, f"link\n{place.rate / 1e6:.0f} MB/s")
 
     def draw_times(axes: "Axes") -> None:
-        draw(axes, lambda wire, size: place.seconds[wire][size] * 1e3, "ms")
+        draw(axes, lambda transport, size: place.seconds[transport][size] * 1e3, "ms")
 
     panels, slug = [("time of a collective", draw_times), ("bus bandwidth", draw_bandwidths)], f"place-{number}"
     return picture(slug, _message(place), panels, reading=_sentence(place), columns=4, height=4.6, shared=False)
@@ -380,8 +384,8 @@ def _picture(place: PlaceTimes, number: int) -> Picture:
 def _message(place: PlaceTimes) -> str:
     """The title: the fastest of the whole all-reduces at the largest size, against torch's own group."""
     largest = place.sizes[-1]
-    gains = known({wire: place.over_group(wire, largest) for wire in WIRES if wire != COPY})
-    best = max(gains, key=lambda wire: gains[wire], default=place.group)
+    gains = known({transport: place.over_group(transport, largest) for transport in TRANSPORTS if transport != COPY})
+    best = max(gains, key=lambda transport: gains[transport], default=place.group)
     if best == place.group:
         return f"{place.name}: nothing is faster than the {place.group} at {size_words(largest)}"
     return f"{place.name}: {best} is {gains[best]:.1f}× as fast as the {place.group} at {size_words(largest)}"
@@ -390,11 +394,11 @@ def _message(place: PlaceTimes) -> str:
 def _sentence(place: PlaceTimes) -> str:
     largest = place.sizes[-1]
     parts = []
-    for wire in (HALVES, NCCL_HALVES, SHARED, LAYERS):
-        gains = known({size: place.over_group(wire, size) for size in place.sizes})
+    for transport in (HALVES, NCCL_HALVES, SHARED, LAYERS):
+        gains = known({size: place.over_group(transport, size) for size in place.sizes})
         if gains:
             first, last = (f"{gains[size]:.1f}× at {size_words(size)}" for size in (min(gains), max(gains)))
-            parts.append(f"{wire} {first} and {last}")
+            parts.append(f"{transport} {first} and {last}")
     group = place.group
     words = place.name + (f", speed against the {group}: {', '.join(parts)}." if parts else f": only the {group}.")
     if place.rate is not None and largest in place.seconds.get(HALVES, {}):
