@@ -240,7 +240,7 @@ def test_a_thread_that_computes_and_has_no_core_is_kept_off_it_by_buckets(latenc
     (calm, timeline), (kept, _) = fitted(1.0), fitted(0.6)
     part = timeline.steps[-1].ranks[0].synchronizations[-1]
     off_core = 0.4 * (part.backward_end - part.begin)
-    wire = sum(each.seconds(0) for each in timeline.steps[-1].wires[-1])
+    wire = sum(each.seconds(0) for each in timeline.steps[-1].collectives[-1])
     assert (off_core < wire) == (limit == "off core")
     assert kept.starting - calm.starting == pytest.approx(min(off_core, wire) / 20, rel=0.05)
 
@@ -297,7 +297,7 @@ def test_a_few_bytes_are_not_what_takes_long(latency: float) -> None:
     fitted = fit_link(explanation.timeline, explanation.split)
     assert fitted is not None
     assert fitted.latency == pytest.approx(latency, rel=0.1)
-    assert fitted.seconds(112) == pytest.approx(explanation.split.buckets[0].wire)
+    assert fitted.seconds(112) == pytest.approx(explanation.split.buckets[0].seconds)
     assert not [advice for advice in explanation.advice if "int8" in advice.change]
 
 
@@ -479,7 +479,7 @@ def test_a_world_of_one_and_a_rank_alone_are_explained(tmp_path: Path) -> None:
     assert explain_recordings(World(ranks=[Loop()]).record()).split.mean.waiting == 0.0
     alone = explain_recordings(World(ranks=[Loop(), Loop(forward=0.05)]).record()[:1])
     assert "rank 0 of 2 alone" in str(alone)
-    assert "counts as wire" in str(alone)
+    assert "counts as communication" in str(alone)
     without = World(ranks=[Loop()], synchronizations=0).record()
     assert explain_recordings(without).split.collectives == 0
 

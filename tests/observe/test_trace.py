@@ -151,7 +151,7 @@ def test_reductions_lie_under_backward(recorded: tuple[bool, Path], tmp_path: Pa
         assert all(each.outer.begin <= each.begin <= each.end <= each.outer.end for each in inner if each.outer)
         backwards = [each for each in inner if each.name == "backward"]
         for step in steps:
-            wire = [each for each in slices(trace, rank, "wire") if each.values["step"] == int(step.name[5:])]
+            wire = [each for each in slices(trace, rank, "communication") if each.values["step"] == int(step.name[5:])]
             assert len(wire) > 2
             # The first window learns the order of gradients, and sends after it.
             first = min(wire, key=lambda each: each.begin)
@@ -162,9 +162,9 @@ def test_reductions_lie_under_backward(recorded: tuple[bool, Path], tmp_path: Pa
             named = [name for each in wire for name in each.values["parameters"]]
             assert sorted(named) == sorted(f"{2 * n}.{kind}" for n in range(4) for kind in ("weight", "bias"))
         assert bool(slices(trace, rank, "gathers")) == shard
-        assert {each.name for each in slices(trace, rank, "waiting")} <= {"for the wire", "for parameters"}
+        assert {each.name for each in slices(trace, rank, "waiting")} <= {"for communication", "for parameters"}
     # One collective has one flow on both ranks.
-    flows = [[each.flows for each in slices(trace, rank, "wire")] for rank in range(2)]
+    flows = [[each.flows for each in slices(trace, rank, "communication")] for rank in range(2)]
     assert sorted(map(tuple, flows[0])) == sorted(map(tuple, flows[1]))
 
 
@@ -192,7 +192,7 @@ def test_several_models_are_told_apart(recorded: tuple[bool, Path], tmp_path: Pa
     names = {name for _, name in read(tmp_path / "trace").tracks}
     assert {
         f"Critic {number + 1}: steps",
-        f"Critic {number + 1}: wire",
+        f"Critic {number + 1}: communication",
         f"{first[0].header.name} {number}: steps",
     } <= names
 

@@ -205,7 +205,12 @@ def as_html(step: StepTimes) -> str:
         hint = f"{words}: {duration(max(until - since, 0.0))}"
         return (since - first) / total, (min(until, step.finished) - first) / total, PARTS[part], hint
 
-    names = {"backward": "backward", "ready, waits": "waiting", "wire, hidden": "hidden", "wire, exposed": "exposed"}
+    names = {
+        "backward": "backward",
+        "ready, waits": "waiting",
+        "hidden communication": "hidden",
+        "exposed communication": "exposed",
+    }
     rows = [("backward", "", strip([piece(0.0, end, "backward", "backward")]))]
     for times in step.buckets:
         pieces = []
@@ -217,8 +222,8 @@ def as_html(step: StepTimes) -> str:
         if times.start is not None and reduced is not None:
             ready = times.start if times.ready is None else times.ready
             pieces.append(piece(ready, times.start, "waiting", "ready, waits"))
-            pieces.append(piece(times.start, min(reduced, end), "hidden", "on the wire behind backward"))
-            pieces.append(piece(max(times.start, end), reduced, "exposed", "on the wire after backward"))
+            pieces.append(piece(times.start, min(reduced, end), "hidden", "communication behind backward"))
+            pieces.append(piece(max(times.start, end), reduced, "exposed", "communication after backward"))
         rows.append((f"bucket {times.index}", size(times.nbytes), strip(pieces, marks=[(end - first) / total])))
     colours = {name: PARTS[part] for name, part in names.items()}
     return frame(heading(_headline(step, first)), table(rows, right=(1,)), legend(colours))

@@ -68,7 +68,7 @@ def published(machine: str, model: str, *, batch: int | None = None) -> Calibrat
         profile=StepProfile(
             forward=profile.forward, backward=profile.backward, optimizer=optimizer, buckets=profile.buckets
         ),
-        wire=Transport(topology=topology, way=host["way"], start=float(host["start"])),
+        transport=Transport(topology=topology, way=host["way"], start=float(host["start"])),
         jitter=Jitter(sigma=float(host["jitter"])),
         host=HOST_SECONDS,
         link=float(host["between"]["bandwidth"]),

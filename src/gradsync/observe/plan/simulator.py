@@ -32,7 +32,7 @@ CONTROL_BYTES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedBucket:
-    """In seconds since the step began: full on the last rank, its collective begun, reduced; and, where new parameters are
+    """Seconds since the step began: full on the last rank, its collective begun, reduced; and, where new parameters are
     gathered, when those of this bucket had arrived."""
 
     index: int
