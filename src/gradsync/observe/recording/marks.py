@@ -21,7 +21,7 @@ from gradsync.communicator import Handle
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.observe.recording.files import GatherTimes, RecordedBucket, Span, Step, Synchronization
 
-__all__ = ["Gather", "Marker", "Marks", "Read", "read_gathers", "read_step", "unknown"]
+__all__ = ["Gather", "Marker", "Marks", "Read", "read_step", "unknown"]
 
 # What a mark says. Plain numbers: looking up a member of an enumeration takes as long as all the rest of a mark.
 EVALUATION, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, STEP, STEP_END, LOADING, LOADED = range(9)
@@ -88,19 +88,6 @@ class Marker:
         details[place] = self._now()
 
 
-def read_gathers(gathers: Iterable[Gather], read: Read) -> tuple[GatherTimes, ...]:
-    names = ("end", "needed", "arrived")
-    return tuple(
-        GatherTimes(
-            index=index,
-            nbytes=nbytes,
-            start=read(start),
-            **{name: None if moment is None else read(moment) for name, moment in zip(names, rest, strict=True)},
-        )
-        for index, nbytes, start, *rest in gathers
-    )
-
-
 def read_step(marks: Marks, gathers: Iterable[Gather], *, read: Read, number: int, layout: int, begin: Any) -> Step:
     """The step that the marks describe. The last mark is its end."""
     first, last = read(begin), read(marks[-1][2])
@@ -122,8 +109,13 @@ def read_step(marks: Marks, gathers: Iterable[Gather], *, read: Read, number: in
         micro_batches=reader.micro_batches,
         spans=tuple(reader.spans),
         synchronizations=tuple(reader.synchronizations),
-        gathers=read_gathers(gathers, read),
+        gathers=tuple(_gather_times(*gather, read=read) for gather in gathers),
     )
+
+
+def _gather_times(index: int, nbytes: int, start: Any, *rest: Any, read: Read) -> GatherTimes:
+    end, needed, arrived = (None if moment is None else read(moment) for moment in rest)
+    return GatherTimes(index=index, nbytes=nbytes, start=read(start), end=end, needed=needed, arrived=arrived)
 
 
 # What goes on where no mark says so: it is named by what follows.
