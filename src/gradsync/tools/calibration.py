@@ -43,8 +43,7 @@ from gradsync.observe.plan.network import REDUCTIONS, Operation, ReductionCost, 
 from gradsync.observe.plan.profile import BucketProfile, Jitter, StepProfile, steady_straggler
 from gradsync.tools.bench.peers import NoWrapper
 from gradsync.tools.bench.workload import Workload
-from gradsync.tools.lab import Lab, LabPlan, Rate
-from gradsync.tools.lab.lab import fork_ranks
+from gradsync.tools.lab.lab import Lab, LabPlan, Rate, fork_ranks
 
 __all__ = ["CalibrationPlan", "run_calibration"]
 

@@ -10,7 +10,7 @@ from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.tools.bench.device import GpuSharing
 from gradsync.tools.bench.record import Cell
 from gradsync.tools.bench.scenario import Scenario
-from gradsync.tools.lab import SharedGpu, SharedGpuPlan
+from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
 
 __all__ = ["OnGpu", "Placement", "find_placement"]
 

@@ -43,7 +43,7 @@ from gradsync.tools.bench.device import DEVICES, CellRanks
 from gradsync.tools.bench.measure import CellRounds, Progress
 from gradsync.tools.bench.peers import ALONE, OURS, TUNED
 from gradsync.tools.bench.record import LIMITS, Cell, CellRecord, RowFile
-from gradsync.tools.lab import read_counters
+from gradsync.tools.lab.host import read_counters
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradsync.tools.doctor import checks, network
 from gradsync.tools.doctor.checks import Finding, Status, guarded
-from gradsync.tools.lab import SharedGpuPlan
+from gradsync.tools.lab.gpu import SharedGpuPlan
 
 __all__ = ["Finding", "Status", "examine"]
 

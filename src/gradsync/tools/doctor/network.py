@@ -29,7 +29,7 @@ from gradsync.base.environment import DEFAULT_PORT, LOOPBACK
 from gradsync.communicator import Communicator, choose_communicator, fit_communicator
 from gradsync.observe.charts.numbers import size
 from gradsync.tools.doctor.checks import KIB, MIB, Finding, Status, judged, place_of
-from gradsync.tools.lab import SharedGpu, SharedGpuPlan
+from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
 from gradsync.tools.launch import Failure, RankProcesses, become, standalone
 
 __all__ = [

@@ -116,7 +116,7 @@ class SharedGpu:
         ]
 
     def run(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 600.0) -> int:
-        """Run ``command`` once per rank, and return its exit code, as :meth:`gradsync.tools.lab.Lab.run` does."""
+        """Run ``command`` once per rank, and return its exit code, as :meth:`gradsync.lab.Lab.run` does."""
         return run_program(self.places(), command, env=env or {}, timeout=timeout)
 
 
