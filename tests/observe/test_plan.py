@@ -23,10 +23,9 @@ from gradsync.observe.plan.planner import Setting, best_setting, extrapolation, 
 from gradsync.observe.plan.profile import steady_straggler
 from gradsync.observe.plan.report import make_report
 from gradsync.observe.recording import Recording
-from gradsync.observe.recording.files import lines_of, write_lines
 from gradsync.plan import BucketProfile, Jitter, Link, StepProfile, Topology, Transport, simulate
 from gradsync.tools.cli.main import app
-from tests.recordings import Loop, World
+from tests.recordings import Loop, World, write_all
 
 SIZES = (4_096, 32_768, 131_072, 524_288, 1 << 20, 1 << 21, 1 << 22)
 
@@ -282,9 +281,7 @@ def planted(folder: Path, ranks: list[Loop], **header: object) -> list[Recording
     """What ranks that do this in a step write."""
     known: dict[str, object] = {"link": (3e-4, 1e-9), "communicator": "Group", **header}
     recordings = [replace(each, header=replace(each.header, **known)) for each in World(ranks=ranks).record()]
-    folder.mkdir(exist_ok=True)
-    for each in recordings:
-        write_lines(folder / f"rank-{each.header.rank:05d}.jsonl", lines_of(each))
+    write_all(folder, recordings)
     return recordings
 
 
@@ -325,9 +322,10 @@ def test_a_link_that_nobody_has_measured_is_warned_of(tmp_path: Path, header: di
 
 def test_ranks_on_two_hosts_have_a_link_between_them(tmp_path: Path) -> None:
     recordings = planted(tmp_path, [Loop(), Loop()])
-    for each in recordings:
-        apart = replace(each, header=replace(each.header, identity=f"host {each.header.rank}"))
-        write_lines(tmp_path / f"rank-{each.header.rank:05d}.jsonl", lines_of(apart))
+    write_all(
+        tmp_path,
+        [replace(each, header=replace(each.header, identity=f"host {each.header.rank}")) for each in recordings],
+    )
     assert recorded(tmp_path).warnings == ()
 
 

@@ -408,16 +408,16 @@ def test_rank_0_gets_the_recordings_of_ranks_whose_disk_it_does_not_see(tmp_path
     from gradsync.tools.llm.run import _bring_together
 
     def train() -> None:
-        wire = choose_communicator()
-        folder = tmp_path / f"disk of {min(wire.rank, 1)}"
+        communicator = choose_communicator()
+        folder = tmp_path / f"disk of {min(communicator.rank, 1)}"
         recorder = Recorder(folder)
         plainly(wrapped(recorder))
         recorder.close()
         accelerator: Any = SimpleNamespace(
-            world=SimpleNamespace(communicator=wire),
-            is_main_process=wire.rank == 0,
-            num_processes=wire.world_size,
-            process_index=wire.rank,
+            world=SimpleNamespace(communicator=communicator),
+            is_main_process=communicator.rank == 0,
+            num_processes=communicator.world_size,
+            process_index=communicator.rank,
         )
         _bring_together(accelerator, recorder, folder)
 
@@ -545,8 +545,8 @@ from gradsync import DistributedDataParallel
 from gradsync.communicator import InProcessWorld
 from gradsync.observe.recording import Recorder
 recorder = Recorder(sys.argv[1])
-wire = InProcessWorld(1).communicator(0)
-model = DistributedDataParallel(torch.nn.Linear(4, 4), communicator=wire, observer=recorder)
+communicator = InProcessWorld(1).communicator(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 4), communicator=communicator, observer=recorder)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for number in range(20):
     model(torch.ones(2, 4)).sum().backward()
