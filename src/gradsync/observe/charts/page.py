@@ -25,7 +25,7 @@ NAMES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
 
 
 def svg_file(figure: "Figure", slug: str) -> str:
-    """A picture as the text of a file of its own, on the paper of whoever shows it: light or dark."""
+    """A picture as the text of a file of its own, for a light or a dark background."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 

@@ -195,7 +195,7 @@ def synchronized_once(script: ReplayScript) -> ReplayScript:
 
 
 def accumulated(script: ReplayScript, times: int) -> ReplayScript:
-    """So many micro-batches a step instead of one, and one synchronization."""
+    """``times`` micro-batches a step instead of one, and one synchronization."""
     first, *others = script.backwards
     seconds = []
     for rank, own in enumerate(first.seconds):
@@ -269,7 +269,7 @@ class Regrouped:
 
 
 def regroup(timeline: MergedRecording, cap: int) -> tuple[Regrouped, ...]:
-    """The buckets that a cap of so many bytes makes."""
+    """The buckets that a cap of ``cap`` bytes makes."""
     parameters = _parameters(timeline)
     specs = [
         ParameterSpec(name=str(n), shape=(each.nbytes,), stride=(1,), dtype=torch.uint8, device=torch.device("cpu"))

@@ -28,7 +28,7 @@ __all__ = ["Calibration", "Reading", "fit_transport", "no_link", "recorded", "sl
 FORMAT = 1
 # A start is assumed to be as long as a step, with the weight of this many measured operations.
 BELIEF = 0.5
-# Messages that take so many times as long as the smallest tell of the bandwidth; at least these many of the largest.
+# Messages that take BYTES_COUNT times as long as the smallest show the bandwidth; at least FEWEST of the largest.
 BYTES_COUNT, FEWEST = 10, 3
 # A burst that is less of the largest message is noise.
 LEAST_BURST = 0.01

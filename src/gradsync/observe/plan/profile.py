@@ -25,9 +25,9 @@ __all__ = ["BucketProfile", "Jitter", "StepProfile", "steady_straggler"]
 NORMAL = statistics.NormalDist()
 # What a rank draws at most: a factor beyond it is no jitter but a fault.
 MOST = 20.0
-# A rank is slow for good, and not by chance, if it takes so many times as long as the median of the others, in such a
-# share of at least so many steps. Nine of ten tosses of a fair coin fall alike once in 50 tries, and here each has to
-# be a tenth apart, too.
+# A rank is slow for good, and not by chance, if it takes STEADY times as long as the median of the others, in a share
+# MOSTLY of at least FEWEST_STEPS steps. Nine of ten tosses of a fair coin fall alike once in 50 tries, and here each
+# has to be a tenth apart, too.
 STEADY, MOSTLY, FEWEST_STEPS = 1.1, 0.9, 10
 
 

@@ -46,7 +46,7 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class SharedGpuPlan:
-    """``ranks`` processes on GPU number ``gpu``. NCCL uses at most so many ``channels``; fewer leave more of the GPU
+    """``ranks`` processes on GPU number ``gpu``. NCCL uses at most ``channels`` channels; fewer leave more of the GPU
     to compute."""
 
     ranks: int = 2
