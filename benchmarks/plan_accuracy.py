@@ -34,9 +34,9 @@ from gradsync import DistributedDataParallel, ShardedOptimizer
 from gradsync.errors import GradsyncError
 from gradsync.lab import Lab, LabPlan, Rate
 from gradsync.observe.plan.calibration import Calibration
-from gradsync.observe.plan.planner import Setting, predict, settle
+from gradsync.observe.plan.planner import Setting, fit_own_seconds, predict
 from gradsync.tools.bench.workload import EmulatedWorkload
-from gradsync.tools.calibration import Rehearsal, rehearse
+from gradsync.tools.calibration import CalibrationPlan, run_calibration
 from gradsync.tools.lab.emulated import transformer
 from gradsync.tools.lab.lab import fork_ranks
 
@@ -154,15 +154,15 @@ def run_block(cases: Sequence[Case], rounds: int, timeout: float) -> list[dict[s
 
 
 def calibrate(path: Path, rounds: int, scale: float) -> Calibration:
-    """On two ranks at one rate: wire, model and codings by themselves, then whole steps for what is between them."""
+    """On two ranks at one rate: transport, model and codings by themselves, then whole steps for what is between."""
     if path.exists():
         return Calibration.load(path)
     os.environ["GRADSYNC_TRANSPORT"] = "group"
     (cases,) = blocks([2], [CALIBRATED_AT], scale)
-    calibration = rehearse(Rehearsal(workload=cases[0].workload, rate=Rate.parse(CALIBRATED_AT), steps=15))
+    calibration = run_calibration(CalibrationPlan(workload=cases[0].workload, rate=Rate.parse(CALIBRATED_AT), steps=15))
     rows = run_block(cases, rounds, timeout=300.0)
     whole = [(case_of(row).setting, float(str(row["seconds"]))) for row in rows]
-    calibration = settle(calibration, whole)
+    calibration = fit_own_seconds(calibration, whole)
     for row, (setting, seconds) in zip(rows, whole, strict=True):
         error = predict(calibration, setting).step / seconds - 1
         print(f"  {case_of(row)}: measured {seconds * 1e3:.1f} ms, foretold {error:+.1%}", flush=True)

@@ -40,8 +40,8 @@ class Fabric:
     bandwidth: float
     latency: float
 
-    def wire(self, calibration: Calibration, ranks: int) -> Transport:
-        topology = calibration.wire.topology
+    def transport(self, calibration: Calibration, ranks: int) -> Transport:
+        topology = calibration.transport.topology
         between = Link(latency=self.latency, bandwidth=self.bandwidth)
         inside = Link(latency=self.latency, bandwidth=max(self.bandwidth, 1e11))
         return Transport(topology=replace(topology, ranks=ranks, between=between, inside=inside))
@@ -52,7 +52,7 @@ def iteration(model: str, fabric: Fabric, ranks: int, *, overlap: bool = True) -
     calibration = published(MACHINE, name, batch=batch)
     profile = calibration.profile.in_buckets(BUCKET_BYTES)
     schedule = Schedule(overlap="backward" if overlap else "none")
-    return simulate(profile, fabric.wire(calibration, ranks), schedule).step
+    return simulate(profile, fabric.transport(calibration, ranks), schedule).step
 
 
 def said(model: str, fabric: Fabric) -> tuple[float, float]:

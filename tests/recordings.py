@@ -1,7 +1,8 @@
-"""Recordings of chosen times: ranks that compute, start buckets and wait, played out by a wire of known speed."""
+"""Recordings of chosen times: ranks that compute, start buckets and wait, over a link of known speed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gradsync.observe.recording import (
     BucketPart,
@@ -13,6 +14,7 @@ from gradsync.observe.recording import (
     Step,
     Synchronization,
 )
+from gradsync.observe.recording.files import file_name, lines_of, write_lines
 
 
 @dataclass(kw_only=True)
@@ -156,3 +158,10 @@ class World:
             )
             for rank, loop in enumerate(self.ranks)
         ]
+
+
+def write_all(folder: Path, recordings: Sequence[Recording]) -> None:
+    """To files, as the ranks would."""
+    folder.mkdir(exist_ok=True)
+    for each in recordings:
+        write_lines(folder / file_name(each.header.rank, each.header.model), lines_of(each))

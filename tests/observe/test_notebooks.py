@@ -134,7 +134,7 @@ def test_a_timeline_in_a_notebook_is_its_last_step() -> None:
     )
     page = Fragment(as_html(step))
     assert page.text.startswith("gathers begin 10.00 ms before backward; it ends at 20.00 ms, synchronized at 30.00 ms")
-    for words in ("bucket 0 1 MiB", "on the wire behind backward: 8 ms", "on the wire after backward: 10 ms"):
+    for words in ("bucket 0 1 MiB", "communication behind backward: 8 ms", "communication after backward: 10 ms"):
         assert words in page.text
     # 640 pixels are 40 ms.
     for milliseconds, part in ((20, "backward"), (2, "waiting"), (8, "hidden"), (10, "exposed"), (5, "update")):

@@ -17,43 +17,42 @@ from typer.testing import CliRunner
 
 from gradsync.errors import ConfigurationError
 from gradsync.observe.explain import explain_recordings
-from gradsync.observe.plan.calibration import Calibration, Reading, fit_wire, recorded
+from gradsync.observe.plan.calibration import Calibration, Reading, fit_transport, recorded
 from gradsync.observe.plan.library import known_machines, known_models, published
-from gradsync.observe.plan.planner import Setting, best_setting, extrapolation, predict, rate_for, settle
+from gradsync.observe.plan.planner import Setting, best_setting, extrapolation, fit_own_seconds, predict, rate_for
 from gradsync.observe.plan.profile import steady_straggler
 from gradsync.observe.plan.report import make_report
 from gradsync.observe.recording import Recording
-from gradsync.observe.recording.files import lines_of, write_lines
 from gradsync.plan import BucketProfile, Jitter, Link, StepProfile, Topology, Transport, simulate
 from gradsync.tools.cli.main import app
-from tests.recordings import Loop, World
+from tests.recordings import Loop, World, write_all
 
 SIZES = (4_096, 32_768, 131_072, 524_288, 1 << 20, 1 << 21, 1 << 22)
 
 
-def readings_of(wire: Transport) -> list[Reading]:
-    """What would be measured on a wire that is known, each collective after a pause."""
-    link = wire.topology.between
+def readings_of(transport: Transport) -> list[Reading]:
+    """What would be measured on a transport that is known, each collective after a pause."""
+    link = transport.topology.between
     readings = []
     for size in SIZES:
         for operation in ("all_reduce", "all_gather"):
-            cost = wire.cost(operation, size)
+            cost = transport.cost(operation, size)
             seconds = cost.latency + max(0.0, cost.nbytes - link.burst) / cost.bandwidth
             readings.append(
-                Reading(operation=operation, way=wire.way, nbytes=size, seconds=seconds, ranks=wire.topology.ranks)
+                Reading(operation=operation, way=transport.way, nbytes=size, seconds=seconds, ranks=transport.ranks)
             )
     return readings
 
 
 @given(st.floats(1e-5, 1e-3), st.floats(1e6, 1e8), st.sampled_from([0.0, 131_072.0, 262_144.0]))
-def test_a_wire_is_found_again_in_its_readings(latency: float, bandwidth: float, burst: float) -> None:
+def test_a_transport_is_found_again_in_its_readings(latency: float, bandwidth: float, burst: float) -> None:
     link = Link(latency=latency, bandwidth=bandwidth, burst=burst)
     true = Transport(topology=Topology(ranks=2, between=link), start=latency)
-    found = fit_wire(readings_of(true))
+    found = fit_transport(readings_of(true))
     assert found.topology.between.bandwidth == pytest.approx(bandwidth, rel=0.02)
     assert found.topology.between.burst == pytest.approx(burst, rel=0.1, abs=0.011 * SIZES[-1])
     for ranks in (2, 8):
-        small = [wire.among(ranks).cost("all_reduce", 1024).latency for wire in (true, found)]
+        small = [each.among(ranks).cost("all_reduce", 1024).latency for each in (true, found)]
         assert small[1] == pytest.approx(small[0], rel=0.25)
 
 
@@ -63,7 +62,7 @@ def test_operations_that_go_another_way_have_latencies_of_their_own() -> None:
         Reading(operation="reduce_scatter", way="exchange", nbytes=size, seconds=5e-3 + size / 2 / 1e8)
         for size in SIZES
     ]
-    found = fit_wire([*readings_of(ring), *exchange])
+    found = fit_transport([*readings_of(ring), *exchange])
     assert set(found.others) == {"reduce_scatter"}
     assert found.cost("reduce_scatter", 1024).latency == pytest.approx(5e-3, rel=0.05)
     assert found.cost("all_reduce", 1024).latency < 1e-3
@@ -125,7 +124,7 @@ def test_a_faster_link_is_asked_for_until_it_suffices() -> None:
     assert predict(calibration, replace(setting, rate=needed)).step <= bound
     assert predict(calibration, replace(setting, rate=needed / 1.1)).step > bound
     # Latencies of a second are not made good by any link.
-    slow = replace(calibration, wire=replace(calibration.wire, start=1.0))
+    slow = replace(calibration, transport=replace(calibration.transport, start=1.0))
     assert rate_for(slow, setting, 0.05) is None
 
 
@@ -156,10 +155,10 @@ def test_another_link_is_used_as_well_as_the_one_that_was_measured() -> None:
     link = Link(latency=1e-4, bandwidth=0.9e9)
     calibration = Calibration(
         profile=StepProfile(forward=0.1, backward=0.2),
-        wire=Transport(topology=Topology(ranks=2, between=link)),
+        transport=Transport(topology=Topology(ranks=2, between=link)),
         link=1e9,
     )
-    assert calibration.over(2e9).wire.topology.between.bandwidth == pytest.approx(1.8e9)
+    assert calibration.over(2e9).transport.topology.between.bandwidth == pytest.approx(1.8e9)
 
 
 def test_advice_is_what_gains_most_first_and_keeps_what_it_promises() -> None:
@@ -181,10 +180,10 @@ def test_what_ranks_do_of_their_own_is_found_in_whole_steps(fixed: float, host: 
         BucketProfile(index=i, nbytes=1 << 20, ready=0.2 * (i + 1) / 20, need=0.1 * (19 - i) / 20) for i in range(20)
     )
     profile = StepProfile(forward=0.1, backward=0.2, buckets=pieces)
-    before = Calibration(profile=profile, wire=Transport(topology=Topology(ranks=2, between=link)))
+    before = Calibration(profile=profile, transport=Transport(topology=Topology(ranks=2, between=link)))
     true = replace(before, fixed=fixed, host=host)
     settings = [Setting(ranks=2, bucket_mb=size) for size in (1.0, 5.0)]
-    found = settle(before, [(setting, predict(true, setting).step) for setting in settings])
+    found = fit_own_seconds(before, [(setting, predict(true, setting).step) for setting in settings])
     for ranks in (2, 16):
         setting = Setting(ranks=ranks, bucket_mb=2.0)
         assert predict(found, setting).step == pytest.approx(predict(true, setting).step, rel=2e-3)
@@ -200,14 +199,18 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
         profile=StepProfile(
             forward=0.1, backward=0.2, buckets=(BucketProfile(index=0, nbytes=5, ready=0.1, need=0.0),)
         ),
-        wire=Transport(topology=Topology(ranks=2, between=link), in_flight=2, others={"reduce_scatter": other}),
+        transport=Transport(topology=Topology(ranks=2, between=link), in_flight=2, others={"reduce_scatter": other}),
         jitter=Jitter(sigma=0.1),
         link=1.25e9,
         facts={"ranks": "2"},
         warnings=("one", "two"),
     )
-    made.save(tmp_path / "plan.json")
-    assert Calibration.load(tmp_path / "plan.json") == made
+    path = tmp_path / "plan.json"
+    made.save(path)
+    assert Calibration.load(path) == made
+    # The key of earlier versions.
+    path.write_text(path.read_text().replace('"transport"', '"wire"'))
+    assert Calibration.load(path) == made
 
 
 @pytest.mark.parametrize(
@@ -241,8 +244,8 @@ def write_recording(folder: Path, *, ranks: int = 2, steps: int = 8, micro_batch
             at = 10.0 * number
             names = ("data", "forward", "backward", "synchronization", "optimizer")
             moments = [at, at + 0.05, at + 0.15, at + 0.35, at + 0.45, at + 0.46]
-            walk = [[0, at + 0.25, at + 0.25, at + 0.26, None], [1, at + 0.35, at + 0.35, at + 0.45, None]]
-            synchronization = {"begin": at + 0.15, "backward_end": at + 0.35, "finished": at + 0.45, "buckets": walk}
+            times = [[0, at + 0.25, at + 0.25, at + 0.26, None], [1, at + 0.35, at + 0.35, at + 0.45, None]]
+            synchronization = {"begin": at + 0.15, "backward_end": at + 0.35, "finished": at + 0.45, "buckets": times}
             step = {"kind": "step", "number": number, "layout": 0, "begin": at, "end": at + 0.46}
             step |= {"micro_batches": micro_batches}
             step |= {"spans": [[name, *moments[i : i + 2]] for i, name in enumerate(names)], "gathers": []}
@@ -260,7 +263,7 @@ def test_a_recorded_run_is_a_calibration(tmp_path: Path) -> None:
     assert [bucket.nbytes for bucket in buckets] == [4000, 3000, 1000]
     assert [bucket.ready for bucket in buckets] == pytest.approx([0.1, 0.175, 0.2])
     assert [bucket.need for bucket in buckets] == pytest.approx([0.05, 0.0125, 0.0])
-    assert made.wire.cost("all_reduce", 10**9).seconds == pytest.approx(1 + 3e-4)
+    assert made.transport.cost("all_reduce", 10**9).seconds == pytest.approx(1 + 3e-4)
     assert made.jitter == Jitter()
     assert predict(made, Setting(ranks=64, rate=1.25e8)).step > made.profile.compute
 
@@ -270,7 +273,7 @@ def test_ranks_that_shared_memory_can_be_planned_over_a_link(tmp_path: Path) -> 
     made = recorded(tmp_path)
     assert predict(made, Setting(ranks=8)).step > 0
     apart = made.over(1.25e6)
-    assert apart.wire.way == "ring"
+    assert apart.transport.way == "ring"
     assert predict(apart, Setting(ranks=8)).step > predict(made, Setting(ranks=8)).step
 
 
@@ -278,9 +281,7 @@ def planted(folder: Path, ranks: list[Loop], **header: object) -> list[Recording
     """What ranks that do this in a step write."""
     known: dict[str, object] = {"link": (3e-4, 1e-9), "communicator": "Group", **header}
     recordings = [replace(each, header=replace(each.header, **known)) for each in World(ranks=ranks).record()]
-    folder.mkdir(exist_ok=True)
-    for each in recordings:
-        write_lines(folder / f"rank-{each.header.rank:05d}.jsonl", lines_of(each))
+    write_all(folder, recordings)
     return recordings
 
 
@@ -321,9 +322,10 @@ def test_a_link_that_nobody_has_measured_is_warned_of(tmp_path: Path, header: di
 
 def test_ranks_on_two_hosts_have_a_link_between_them(tmp_path: Path) -> None:
     recordings = planted(tmp_path, [Loop(), Loop()])
-    for each in recordings:
-        apart = replace(each, header=replace(each.header, identity=f"host {each.header.rank}"))
-        write_lines(tmp_path / f"rank-{each.header.rank:05d}.jsonl", lines_of(apart))
+    write_all(
+        tmp_path,
+        [replace(each, header=replace(each.header, identity=f"host {each.header.rank}")) for each in recordings],
+    )
     assert recorded(tmp_path).warnings == ()
 
 
@@ -462,7 +464,7 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
         result = RUNNER.invoke(app, [*KNOWN, "--ranks", "8,64", "--bucket-mb", "25", "--picture", str(path)])
         assert result.exit_code == 0, result.output
         assert path.stat().st_size > 5_000
-    assert "exposed wire" in (tmp_path / "plan.svg").read_text()
+    assert "exposed communication" in (tmp_path / "plan.svg").read_text()
 
 
 # -- two real ranks ---------------------------------------------------------------------------------------------------
@@ -472,21 +474,23 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_two_real_ranks_are_a_calibration(tmp_path: Path) -> None:
     from gradsync.tools.bench.workload import RealWorkload
-    from gradsync.tools.calibration import Rehearsal, rehearse
+    from gradsync.tools.calibration import CalibrationPlan, run_calibration
 
     workload = RealWorkload(layers=2, width=64, batch=1, length=16)
-    made = rehearse(Rehearsal(workload=workload, steps=4, sizes=(4_096, 65_536, 1 << 20), pause=0.0, timeout=100.0))
+    made = run_calibration(
+        CalibrationPlan(workload=workload, steps=4, sizes=(4_096, 65_536, 1 << 20), pause=0.0, timeout=100.0)
+    )
     assert made.profile.nbytes == workload.nbytes
-    assert made.wire.ranks == 2
+    assert made.transport.ranks == 2
     assert made.facts["ranks"] == "2"
     assert "no network link was measured" in made.warnings[-1]
     ready = [bucket.ready for bucket in made.profile.buckets]
     assert ready == sorted(ready)
     # What is ready first is needed last: the head, as against the embedding.
     assert made.profile.buckets[0].need > made.profile.buckets[-1].need
-    small, large = (made.wire.cost("all_reduce", nbytes).seconds for nbytes in (1_000, 10**9))
+    small, large = (made.transport.cost("all_reduce", nbytes).seconds for nbytes in (1_000, 10**9))
     assert 0 < small < large
-    step = simulate(made.profile.in_buckets(1 << 20), made.wire)
+    step = simulate(made.profile.in_buckets(1 << 20), made.transport)
     assert step.step >= made.profile.compute * (1 - 1e-9)
     made.save(tmp_path / "plan.json")
     assert predict(Calibration.load(tmp_path / "plan.json"), Setting(ranks=2)).step > 0

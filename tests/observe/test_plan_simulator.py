@@ -1,4 +1,4 @@
-"""Laws of the event simulator, for whatever profile, wire and schedule."""
+"""Laws of the event simulator, for any profile, transport and schedule."""
 
 import itertools
 import math
@@ -51,7 +51,7 @@ def profiles(draw: st.DrawFn) -> StepProfile:
 
 
 @st.composite
-def wires(draw: st.DrawFn) -> Transport:
+def transports(draw: st.DrawFn) -> Transport:
     between = Link(latency=draw(st.floats(0, 1e-2)), bandwidth=draw(st.floats(1e6, 1e11)))
     inside = draw(st.sampled_from([None, Link(latency=1e-6, bandwidth=1e11)]))
     topology = Topology(
@@ -67,35 +67,37 @@ def wires(draw: st.DrawFn) -> Transport:
     )
 
 
-@given(profiles(), wires(), overlaps, reductions)
-def test_parts_add_up_to_the_step(profile: StepProfile, wire: Transport, overlap: str, name: str) -> None:
-    step = simulate(profile, wire, Schedule(overlap=overlap, reduction=REDUCTIONS[name], host=1e-4))
+@given(profiles(), transports(), overlaps, reductions)
+def test_parts_add_up_to_the_step(profile: StepProfile, transport: Transport, overlap: str, name: str) -> None:
+    step = simulate(profile, transport, Schedule(overlap=overlap, reduction=REDUCTIONS[name], host=1e-4))
     assert math.isclose(step.ranks[0].step, step.step, rel_tol=1e-9, abs_tol=1e-9)
 
 
-@given(profiles(), wires(), overlaps)
+@given(profiles(), transports(), overlaps)
 def test_no_step_is_shorter_than_what_it_computes_or_than_its_bytes_take(
-    profile: StepProfile, wire: Transport, overlap: str
+    profile: StepProfile, transport: Transport, overlap: str
 ) -> None:
-    step = simulate(profile, wire, Schedule(overlap=overlap)).step
-    own = profile.optimizer / (wire.ranks if overlap == "next-forward" else 1)
+    step = simulate(profile, transport, Schedule(overlap=overlap)).step
+    own = profile.optimizer / (transport.ranks if overlap == "next-forward" else 1)
     assert step >= (profile.compute - profile.optimizer + own) * (1 - 1e-9)
-    costs = [wire.cost("all_reduce", bucket.nbytes) for bucket in profile.buckets]
+    costs = [transport.cost("all_reduce", bucket.nbytes) for bucket in profile.buckets]
     if overlap != "next-forward":
         # Behind the next forward a part of the last step's bytes may come after the clock was read.
         assert step >= sum(cost.nbytes / cost.bandwidth for cost in costs) * (1 - 1e-9)
 
 
-@given(profiles(), wires(), overlaps, st.floats(1.0, 50.0))
-def test_more_bandwidth_is_never_slower(profile: StepProfile, wire: Transport, overlap: str, factor: float) -> None:
-    between = wire.topology.between
-    faster = wire.over(replace(between, bandwidth=between.bandwidth * factor))
-    before, after = (simulate(profile, each, Schedule(overlap=overlap)).step for each in (wire, faster))
+@given(profiles(), transports(), overlaps, st.floats(1.0, 50.0))
+def test_more_bandwidth_is_never_slower(
+    profile: StepProfile, transport: Transport, overlap: str, factor: float
+) -> None:
+    between = transport.topology.between
+    faster = transport.over(replace(between, bandwidth=between.bandwidth * factor))
+    before, after = (simulate(profile, each, Schedule(overlap=overlap)).step for each in (transport, faster))
     assert after <= before * (1 + 1e-9) + 1e-12
 
 
 @given(profiles(), st.integers(1, 100), overlaps)
-def test_a_wire_that_costs_nothing_leaves_what_is_computed(profile: StepProfile, ranks: int, overlap: str) -> None:
+def test_a_transport_that_costs_nothing_leaves_what_is_computed(profile: StepProfile, ranks: int, overlap: str) -> None:
     free = Transport(topology=Topology(ranks=ranks, between=Link(latency=0.0, bandwidth=math.inf)))
     step = simulate(profile, free, Schedule(overlap=overlap))
     own = profile.optimizer / (ranks if overlap == "next-forward" else 1)
@@ -103,34 +105,34 @@ def test_a_wire_that_costs_nothing_leaves_what_is_computed(profile: StepProfile,
     assert math.isclose(step.ranks[0].exposed, 0.0, abs_tol=1e-9)
 
 
-@given(profiles(), wires(), overlaps, st.integers(2, 5))
-def test_equal_ranks_are_as_one(profile: StepProfile, wire: Transport, overlap: str, number: int) -> None:
-    wire = wire.among(max(wire.ranks, number))
-    several, one = (simulate(each, wire, Schedule(overlap=overlap)) for each in ([profile] * number, profile))
+@given(profiles(), transports(), overlaps, st.integers(2, 5))
+def test_equal_ranks_are_as_one(profile: StepProfile, transport: Transport, overlap: str, number: int) -> None:
+    transport = transport.among(max(transport.ranks, number))
+    several, one = (simulate(each, transport, Schedule(overlap=overlap)) for each in ([profile] * number, profile))
     assert several.step == one.step
     assert several.buckets == one.buckets
     assert several.ranks == one.ranks * number
 
 
-@given(profiles(), wires(), st.sampled_from(["backward", "none"]), st.floats(1.0, 5.0))
+@given(profiles(), transports(), st.sampled_from(["backward", "none"]), st.floats(1.0, 5.0))
 def test_a_slower_rank_never_makes_a_step_faster(
-    profile: StepProfile, wire: Transport, overlap: str, factor: float
+    profile: StepProfile, transport: Transport, overlap: str, factor: float
 ) -> None:
-    wire, schedule = wire.among(max(wire.ranks, 2)), Schedule(overlap=overlap)
-    alike = simulate(profile, wire, schedule).step
-    mixed = simulate([profile, profile.slowed(factor)], wire, schedule)
+    transport, schedule = transport.among(max(transport.ranks, 2)), Schedule(overlap=overlap)
+    alike = simulate(profile, transport, schedule).step
+    mixed = simulate([profile, profile.slowed(factor)], transport, schedule)
     assert mixed.step >= alike * (1 - 1e-9)
-    assert mixed.step <= simulate(profile.slowed(factor), wire, schedule).step * (1 + 1e-9) + 1e-12
+    assert mixed.step <= simulate(profile.slowed(factor), transport, schedule).step * (1 + 1e-9) + 1e-12
     # Without a bucket nobody waits for anybody.
     for parts in mixed.ranks if profile.buckets else ():
         assert math.isclose(parts.step, mixed.step, rel_tol=1e-9, abs_tol=1e-9)
 
 
-@given(profiles(), wires(), overlaps)
+@given(profiles(), transports(), overlaps)
 def test_buckets_are_reduced_in_their_order_and_never_before_they_are_ready(
-    profile: StepProfile, wire: Transport, overlap: str
+    profile: StepProfile, transport: Transport, overlap: str
 ) -> None:
-    buckets = simulate(profile, replace(wire, in_flight=1), Schedule(overlap=overlap)).buckets
+    buckets = simulate(profile, replace(transport, in_flight=1), Schedule(overlap=overlap)).buckets
     for bucket in buckets:
         assert bucket.ready <= bucket.start <= bucket.reduced
     if overlap != "next-forward":
@@ -138,39 +140,42 @@ def test_buckets_are_reduced_in_their_order_and_never_before_they_are_ready(
             assert before.reduced <= after.start
 
 
-@given(profiles(), wires(), st.integers(1, 4))
-def test_accumulation_costs_micro_batches_and_no_more_wire(profile: StepProfile, wire: Transport, number: int) -> None:
-    one, several = (simulate(profile.accumulating(each), wire).step for each in (1, number))
+@given(profiles(), transports(), st.integers(1, 4))
+def test_accumulation_costs_micro_batches_and_no_more_communication(
+    profile: StepProfile, transport: Transport, number: int
+) -> None:
+    one, several = (simulate(profile.accumulating(each), transport).step for each in (1, number))
     more = (number - 1) * (profile.data + profile.forward + profile.backward)
     assert math.isclose(several - one, more, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def test_what_overlap_hides_is_told_from_what_is_exposed() -> None:
     # Bytes of 0.1 s a bucket, ready at 0.1 and 0.3 of a backward of 0.3.
-    wire = Transport(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6)))
+    transport = Transport(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6)))
     buckets = tuple(BucketProfile(index=i, nbytes=100_000, ready=t) for i, t in enumerate((0.1, 0.3)))
     profile = StepProfile(forward=0.2, backward=0.3, buckets=buckets)
-    step = simulate(profile, wire)
+    step = simulate(profile, transport)
     assert step.step == pytest.approx(0.6)
     assert (step.ranks[0].hidden, step.ranks[0].exposed) == pytest.approx((0.1, 0.1))
-    assert simulate(profile, wire, Schedule(overlap="none")).step == pytest.approx(0.7)
+    assert simulate(profile, transport, Schedule(overlap="none")).step == pytest.approx(0.7)
 
 
-def test_the_time_of_a_straggler_is_waiting_and_not_wire() -> None:
-    wire = Transport(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6)))
+def test_the_time_of_a_straggler_is_waiting_and_not_communication() -> None:
+    transport = Transport(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6)))
     profile = StepProfile(
         forward=0.1, backward=0.2, buckets=(BucketProfile(index=0, nbytes=50_000, ready=0.2, need=0.0),)
     )
     slow = profile.slowed(1.5)
-    fast, straggler = simulate([profile, slow], wire).ranks
+    fast, straggler = simulate([profile, slow], transport).ranks
     assert fast.waiting == pytest.approx(0.15)
     assert fast.exposed == straggler.exposed == pytest.approx(0.05)
     assert straggler.waiting == pytest.approx(0.0)
 
 
 def test_the_next_forward_hides_what_backward_cannot() -> None:
-    # A wire as long as forward and backward together: a step takes backward and half of the wire, not forward and wire.
-    wire = Transport(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6)), in_flight=2)
+    # Communication as long as forward and backward together: a step takes backward
+    # and half of the communication, not forward and all of it.
+    transport = Transport(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6)), in_flight=2)
     number = 60
     buckets = tuple(
         BucketProfile(
@@ -179,11 +184,11 @@ def test_the_next_forward_hides_what_backward_cannot() -> None:
         for i in range(number)
     )
     profile = StepProfile(forward=0.1, backward=0.2, buckets=buckets)
-    assert simulate(profile, wire).step == pytest.approx(0.4, rel=0.02)
-    assert simulate(profile, wire, Schedule(overlap="next-forward")).step == pytest.approx(0.35, rel=0.02)
+    assert simulate(profile, transport).step == pytest.approx(0.4, rel=0.02)
+    assert simulate(profile, transport, Schedule(overlap="next-forward")).step == pytest.approx(0.35, rel=0.02)
 
 
-def test_a_wire_on_the_cores_that_compute_hides_nothing() -> None:
+def test_a_transport_on_the_cores_that_compute_hides_nothing() -> None:
     topology = Topology(ranks=2, between=Link(latency=0.0, bandwidth=1e6))
     buckets = tuple(BucketProfile(index=i, nbytes=100_000, ready=0.1) for i in range(2))
     profile = StepProfile(forward=0.1, backward=0.5, buckets=buckets)
@@ -218,7 +223,7 @@ def test_an_oversubscribed_network_slows_exchanges_and_no_ring() -> None:
 
 @given(st.floats(0.0, 0.5), st.integers(1, 10_000), st.integers(1, 10_000))
 def test_the_slowest_of_more_ranks_is_slower(sigma: float, few: int, many: int) -> None:
-    jitter, few, many = Jitter(sigma=sigma, rare=1e-4, slow=2.0), *sorted((few, many))
+    jitter, few, many = Jitter(sigma=sigma), *sorted((few, many))
     for chance in (0.05, 0.5, 0.95):
         assert jitter.quantile(chance, few) <= jitter.quantile(chance, many) * (1 + 1e-9)
 
@@ -245,23 +250,19 @@ def test_other_buckets_hold_the_same_bytes(profile: StepProfile, cap: int) -> No
     assert all(
         bucket.nbytes <= cap or bucket.nbytes in {b.nbytes for b in profile.buckets} for bucket in joined.buckets
     )
-    cut = profile.cut(max(1, profile.nbytes // 50))
-    assert cut.nbytes == profile.nbytes
-    ready = [bucket.ready for bucket in cut.buckets]
-    assert ready == sorted(ready)
 
 
 def test_what_cannot_be_is_refused_with_what_came() -> None:
-    wire = Transport(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1.0)))
+    transport = Transport(topology=Topology(ranks=2, between=Link(latency=0.0, bandwidth=1.0)))
     profile = StepProfile(forward=0.1, backward=0.1, buckets=(BucketProfile(index=0, nbytes=1, ready=0.0),))
     for make, word in [
-        (lambda: simulate([profile] * 3, wire), "up to 2"),
-        (lambda: simulate([profile, replace(profile, buckets=())], wire), "same buckets"),
+        (lambda: simulate([profile] * 3, transport), "up to 2"),
+        (lambda: simulate([profile, replace(profile, buckets=())], transport), "same buckets"),
         (lambda: StepProfile(forward=-1.0, backward=0.0), "forward=-1.0"),
         (lambda: Link(latency=0.0, bandwidth=0.0), "bandwidth=0.0"),
-        (lambda: Topology(ranks=0, between=wire.topology.between), "ranks=0"),
-        (lambda: Transport(topology=wire.topology, way="shared"), "2 hosts"),
-        (lambda: Transport(topology=wire.topology, hidden=0.0), "hidden=0.0"),
+        (lambda: Topology(ranks=0, between=transport.topology.between), "ranks=0"),
+        (lambda: Transport(topology=transport.topology, way="shared"), "2 hosts"),
+        (lambda: Transport(topology=transport.topology, hidden=0.0), "hidden=0.0"),
         (lambda: replace(EXACT, share=0.0), "share=0.0"),
         (lambda: Jitter(sigma=-1.0), "sigma=-1.0"),
     ]:

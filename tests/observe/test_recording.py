@@ -88,12 +88,18 @@ def record(loop: Callable[[DistributedDataParallel], None], ranks: int = 2, **se
     return recorded
 
 
-def plainly(model: DistributedDataParallel) -> None:
+def steps_of(model: nn.Module, number: int) -> Iterator[int]:
+    """``number`` steps of an optimizer, each after what the caller does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(5):
-        loss_of(model).backward()
+    for step in range(number):
+        yield step
         optimizer.step()
         optimizer.zero_grad()
+
+
+def plainly(model: DistributedDataParallel) -> None:
+    for _ in steps_of(model, 5):
+        loss_of(model).backward()
 
 
 def test_an_unchanged_loop_is_cut_into_steps() -> None:
@@ -134,12 +140,9 @@ def test_a_backward_that_sleeps_is_told_from_one_that_computes() -> None:
 
 def test_a_step_of_several_micro_batches_has_one_synchronization() -> None:
     def loop(model: DistributedDataParallel) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
+        for _ in steps_of(model, 3):
             for _ in model.accumulate(range(4)):
                 loss_of(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
     for steps in record(loop):
         for step in steps:
@@ -149,12 +152,9 @@ def test_a_step_of_several_micro_batches_has_one_synchronization() -> None:
 
 def test_a_forgotten_no_sync_is_seen() -> None:
     def loop(model: DistributedDataParallel) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
+        for _ in steps_of(model, 3):
             for _ in range(4):
                 loss_of(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
     for steps in record(loop):
         assert {(step.micro_batches, len(step.synchronizations), step.collectives) for step in steps} == {(4, 4, 8)}
@@ -162,13 +162,11 @@ def test_a_forgotten_no_sync_is_seen() -> None:
 
 def test_validation_between_two_steps_is_not_the_loops_own_code() -> None:
     def loop(model: DistributedDataParallel) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for number in range(4):
+        for number in steps_of(model, 4):
             if number == 2:
                 with torch.no_grad():
                     loss_of(model)
             loss_of(model).backward()
-            optimizer.step()
 
     for steps in record(loop):
         assert [("loop" in names(step)) for step in steps[1:]] == [True, False, True]
@@ -230,13 +228,10 @@ def test_gathers_of_a_sharded_optimizer_belong_to_the_step_that_needs_them() -> 
 
 def test_a_rank_without_a_backward_has_a_synchronization_all_the_same() -> None:
     def loop(model: DistributedDataParallel) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for number in range(4):
+        for number in steps_of(model, 4):
             idle = choose_communicator().rank == 1 and number == 2
             for _ in model.accumulate([] if idle else [0]):
                 loss_of(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
     one, other = record(loop)
     assert [step.micro_batches for step in one] == [1, 1, 1, 1]
@@ -247,14 +242,11 @@ def test_a_rank_without_a_backward_has_a_synchronization_all_the_same() -> None:
 
 def test_rejected_windows_are_recorded_like_others() -> None:
     def loop(model: DistributedDataParallel) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for number in range(4):
+        for number in steps_of(model, 4):
             loss = loss_of(model)
             if number == 2 and choose_communicator().rank == 0:
                 loss = loss * float("nan")
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
     for steps in record(loop, on_bad_step="skip"):
         assert len(steps) == 4
@@ -268,13 +260,10 @@ def test_other_reductions_have_buckets_too(reduction: str) -> None:
 
 def test_parameters_that_nobody_uses_are_no_trouble() -> None:
     def loop(model: DistributedDataParallel) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(4):
+        for _ in steps_of(model, 4):
             model(torch.ones(2, WIDTH))
             first: nn.Module = model.module[0]  # type: ignore[index, assignment]
             first(torch.ones(2, WIDTH)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
     for steps in record(loop, find_unused_parameters=True):
         assert len(steps) == 4
@@ -290,11 +279,8 @@ def test_an_attached_model_is_recorded_and_explains_itself() -> None:
     def train() -> str:
         model = make_model()
         attachment = synchronize_gradients(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(6):
+        for _ in steps_of(model, 6):
             loss_of(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
         return str(attachment.explain(all_ranks=True))
 
     first, second = run_ranks(train, 2)
@@ -422,16 +408,16 @@ def test_rank_0_gets_the_recordings_of_ranks_whose_disk_it_does_not_see(tmp_path
     from gradsync.tools.llm.run import _bring_together
 
     def train() -> None:
-        wire = choose_communicator()
-        folder = tmp_path / f"disk of {min(wire.rank, 1)}"
+        communicator = choose_communicator()
+        folder = tmp_path / f"disk of {min(communicator.rank, 1)}"
         recorder = Recorder(folder)
         plainly(wrapped(recorder))
         recorder.close()
         accelerator: Any = SimpleNamespace(
-            world=SimpleNamespace(communicator=wire),
-            is_main_process=wire.rank == 0,
-            num_processes=wire.world_size,
-            process_index=wire.rank,
+            world=SimpleNamespace(communicator=communicator),
+            is_main_process=communicator.rank == 0,
+            num_processes=communicator.world_size,
+            process_index=communicator.rank,
         )
         _bring_together(accelerator, recorder, folder)
 
@@ -559,8 +545,8 @@ from gradsync import DistributedDataParallel
 from gradsync.communicator import InProcessWorld
 from gradsync.observe.recording import Recorder
 recorder = Recorder(sys.argv[1])
-wire = InProcessWorld(1).communicator(0)
-model = DistributedDataParallel(torch.nn.Linear(4, 4), communicator=wire, observer=recorder)
+communicator = InProcessWorld(1).communicator(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 4), communicator=communicator, observer=recorder)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for number in range(20):
     model(torch.ones(2, 4)).sum().backward()
@@ -635,11 +621,9 @@ def test_the_loop_waits_for_its_loader_or_for_itself(fetched_by: str) -> None:
 
 def test_a_slow_loop_has_no_data() -> None:
     def loop(model: DistributedDataParallel) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
+        for _ in steps_of(model, 3):
             time.sleep(0.02)
             loss_of(model).backward()
-            optimizer.step()
 
     for steps in record(loop):
         assert all(step.spent("loop") >= 0.02 and "data" not in names(step) for step in steps[1:])
@@ -647,13 +631,11 @@ def test_a_slow_loop_has_no_data() -> None:
 
 def test_what_other_threads_load_is_loaded_meanwhile() -> None:
     def loop(model: DistributedDataParallel) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
+        for _ in steps_of(model, 3):
             thread = threading.Thread(target=lambda: list(DataLoader(SlowInputs())))
             thread.start()
             thread.join()
             loss_of(model).backward()
-            optimizer.step()
 
     for steps in record(loop):
         assert all("data" not in names(step) for step in steps)

@@ -93,7 +93,7 @@ def test_the_other_schedules_do_not_overlap(pair: RankPool, schedule: str) -> No
 
 
 @pytest.mark.parametrize("schedule", ["overlapped", "bucketed", "naive"])
-def test_times_are_in_the_order_of_the_walk(pair: RankPool, schedule: str) -> None:
+def test_times_are_in_the_order_of_the_path(pair: RankPool, schedule: str) -> None:
     for steps, _ in pair.run(watch, schedule):
         assert len(steps) == 5
         for step in steps:
@@ -141,29 +141,29 @@ def test_a_window_of_several_backwards_is_one_step(ranks: Ranks) -> None:
 
 
 class Notes:
-    """An observer that writes down what it is told."""
+    """An observer that writes down its calls."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def backward_began(self, *, synchronizes: bool) -> None:
-        self.told.append(f"began, synchronizes: {synchronizes}")
+        self.calls.append(f"began, synchronizes: {synchronizes}")
 
     def bucket_ready(self, bucket: Any) -> None:
-        self.told.append("ready")
+        self.calls.append("ready")
 
     def bucket_started(self, bucket: Any, handle: Any) -> None:
         assert hasattr(handle, "wait")
-        self.told.append("start")
+        self.calls.append("start")
 
     def backward_ended(self) -> None:
-        self.told.append("ended")
+        self.calls.append("ended")
 
     def bucket_finished(self, bucket: Any) -> None:
-        self.told.append("finish")
+        self.calls.append("finish")
 
     def synchronization_finished(self) -> None:
-        self.told.append("synchronized")
+        self.calls.append("synchronized")
 
 
 def take_notes() -> tuple[list[str], list[str]]:
@@ -171,12 +171,12 @@ def take_notes() -> tuple[list[str], list[str]]:
     wrapper = DistributedDataParallel(nn.Linear(2, 2), observer=notes)
     with wrapper.no_sync():
         wrapper(torch.ones(1, 2)).sum().backward()
-    quiet, notes.told = notes.told, []
+    quiet, notes.calls = notes.calls, []
     wrapper(torch.ones(1, 2)).sum().backward()
-    return quiet, notes.told
+    return quiet, notes.calls
 
 
-def test_an_observer_hears_every_stop_and_nothing_of_the_wire_under_no_sync(ranks: Ranks) -> None:
+def test_an_observer_sees_every_stage_and_no_communication_under_no_sync(ranks: Ranks) -> None:
     for quiet, loud in ranks.run(take_notes):
         assert quiet == ["began, synchronizes: False", "ready", "ended"]
         assert loud == ["began, synchronizes: True", "ready", "ended", "start", "finish", "synchronized"]
@@ -252,7 +252,7 @@ def test_its_text_shows_the_last_step() -> None:
     assert str(timeline).startswith("backward ends at ")
 
 
-def test_the_text_of_a_step_draws_waiting_the_wire_and_the_end_of_backward() -> None:
+def test_the_text_of_a_step_draws_waiting_communication_and_the_end_of_backward() -> None:
     step = StepTimes(
         buckets=[
             BucketTimes(index=0, nbytes=2**20, ready=0.001, start=0.003, reduced=0.005, finish=0.009),

@@ -52,7 +52,7 @@ class Read:
 
 
 def read(path: Path) -> Read:
-    """Every lane is walked on its own; that time never goes back and slices nest is checked on the way."""
+    """Every lane is read on its own; that time never goes back and slices nest is checked on the way."""
     from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
     trace = Trace.FromString(path.read_bytes())
@@ -151,36 +151,36 @@ def test_reductions_lie_under_backward(recorded: tuple[bool, Path], tmp_path: Pa
         assert all(each.outer.begin <= each.begin <= each.end <= each.outer.end for each in inner if each.outer)
         backwards = [each for each in inner if each.name == "backward"]
         for step in steps:
-            wire = [each for each in slices(trace, rank, "wire") if each.values["step"] == int(step.name[5:])]
-            assert len(wire) > 2
+            sent = [each for each in slices(trace, rank, "communication") if each.values["step"] == int(step.name[5:])]
+            assert len(sent) > 2
             # The first window learns the order of gradients, and sends after it.
-            first = min(wire, key=lambda each: each.begin)
+            first = min(sent, key=lambda each: each.begin)
             under = [each for each in backwards if each.outer is step and each.begin <= first.begin < each.end]
             assert under or step is steps[0]
-            assert all(step.begin <= each.begin <= each.end <= step.end for each in wire)
-            assert all(each.values["bytes"] > 0 and each.values["parameters"] for each in wire)
-            named = [name for each in wire for name in each.values["parameters"]]
+            assert all(step.begin <= each.begin <= each.end <= step.end for each in sent)
+            assert all(each.values["bytes"] > 0 and each.values["parameters"] for each in sent)
+            named = [name for each in sent for name in each.values["parameters"]]
             assert sorted(named) == sorted(f"{2 * n}.{kind}" for n in range(4) for kind in ("weight", "bias"))
         assert bool(slices(trace, rank, "gathers")) == shard
-        assert {each.name for each in slices(trace, rank, "waiting")} <= {"for the wire", "for parameters"}
+        assert {each.name for each in slices(trace, rank, "waiting")} <= {"for communication", "for parameters"}
     # One collective has one flow on both ranks.
-    flows = [[each.flows for each in slices(trace, rank, "wire")] for rank in range(2)]
+    flows = [[each.flows for each in slices(trace, rank, "communication")] for rank in range(2)]
     assert sorted(map(tuple, flows[0])) == sorted(map(tuple, flows[1]))
 
 
 def test_the_command_writes_it(recorded: tuple[bool, Path], tmp_path: Path) -> None:
     folder = recorded[1]
     options = ["--model", str(model_in(folder)), "--perfetto", "trace.pftrace"]
-    told = run_python("-m", "gradsync", "explain", str(folder), *options, folder=tmp_path)
-    assert told.returncode == 0, told.stderr
-    assert "open it in ui.perfetto.dev" in told.stdout
+    result = run_python("-m", "gradsync", "explain", str(folder), *options, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "open it in ui.perfetto.dev" in result.stdout
     assert len(read(tmp_path / "trace.pftrace").processes) == 2
 
 
 def test_a_folder_without_a_recording_is_refused(tmp_path: Path) -> None:
-    told = run_python("-m", "gradsync", "explain", str(tmp_path), "--perfetto", "trace.pftrace", folder=tmp_path)
-    assert told.returncode == 2
-    assert "there is no recording in" in told.stderr
+    result = run_python("-m", "gradsync", "explain", str(tmp_path), "--perfetto", "trace.pftrace", folder=tmp_path)
+    assert result.returncode == 2
+    assert "there is no recording in" in result.stderr
     assert not (tmp_path / "trace.pftrace").exists()
 
 
@@ -192,7 +192,7 @@ def test_several_models_are_told_apart(recorded: tuple[bool, Path], tmp_path: Pa
     names = {name for _, name in read(tmp_path / "trace").tracks}
     assert {
         f"Critic {number + 1}: steps",
-        f"Critic {number + 1}: wire",
+        f"Critic {number + 1}: communication",
         f"{first[0].header.name} {number}: steps",
     } <= names
 

@@ -21,7 +21,7 @@ from gradsync.tools import doctor
 from gradsync.tools.cli import doctor as command
 from gradsync.tools.cli.main import app
 from gradsync.tools.doctor import checks, network
-from gradsync.tools.doctor.checks import GIB, MIB, Finding, Status, guarded, size
+from gradsync.tools.doctor.checks import GIB, MIB, Finding, Status, guarded
 from gradsync.tools.doctor.network import Interface
 from tests.zygote import run_python
 
@@ -258,10 +258,10 @@ def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     expect(network.check_ports(), FAIL, "no port can be opened on loopback: EACCES", "lo is up")
 
 
-# -- the wire ---------------------------------------------------------------------------------------------------------
+# -- the link ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_wires_numbers() -> None:
+def test_the_numbers_of_a_link() -> None:
     seconds = {"4096": 0.0002, "4194304": 0.004, "33554432": 0.016}
     finding = network.measured("gloo", 2, seconds)
     expect(finding, PASS, "all-reduce between 2 ranks")
@@ -301,7 +301,7 @@ def outcome(timeout: float) -> Finding:
     return finding
 
 
-def test_a_rank_of_the_wire_that_fails(rank_script: Callable[[str], None]) -> None:
+def test_a_rank_of_the_link_that_fails(rank_script: Callable[[str], None]) -> None:
     rank_script(
         "time.sleep(100 * (1 - rank))\nraise ConnectionError('[enforce fail at /a/b.cc:84] no way to 192.0.2.9')"
     )
@@ -312,7 +312,7 @@ def test_a_rank_of_the_wire_that_fails(rank_script: Callable[[str], None]) -> No
     expect(outcome(30), FAIL, "failed: signal 9", "see the lines on")
 
 
-def test_ranks_of_the_wire_that_hang(rank_script: Callable[[str], None]) -> None:
+def test_ranks_of_the_link_that_hang(rank_script: Callable[[str], None]) -> None:
     rank_script("print('ready', flush=True)\ntime.sleep(100)")
     # A busy machine may need longer than the first of them to start a rank.
     for timeout in (2, 10, 50):
@@ -322,7 +322,7 @@ def test_ranks_of_the_wire_that_hang(rank_script: Callable[[str], None]) -> None
     expect(finding, FAIL, "had not finished", "may not reach each other")
 
 
-def test_ranks_of_the_wire_that_had_no_time(rank_script: Callable[[str], None]) -> None:
+def test_ranks_of_the_link_that_had_no_time(rank_script: Callable[[str], None]) -> None:
     rank_script("time.sleep(100)")
     expect(outcome(0.2), WARN, "not measured", "--timeout 60")
     rank_script("time.sleep(0.6)\nprint('ready', flush=True)\ntime.sleep(100)")
@@ -342,19 +342,9 @@ def test_a_check_that_breaks_is_a_finding() -> None:
     assert finding.name == "memory"
 
 
-def test_sizes() -> None:
-    assert [size(value) for value in (4096, 256 * 1024, 64 * MIB, 1.5 * GIB, 2000 * GIB)] == [
-        "4 KiB",
-        "256 KiB",
-        "64 MiB",
-        "1.5 GiB",
-        "2000 GiB",
-    ]
-
-
 GOOD = Finding(name="cores", status=PASS, detail="2 usable")
 POOR = Finding(name="gloo", status=WARN, detail="vm is loopback", fix="export A=b", public="loopback")
-BAD = Finding(name="gloo wire", status=FAIL, detail="failed:\n  192.0.2.1", fix="repair it", public="failed:\n  there")
+BAD = Finding(name="gloo link", status=FAIL, detail="failed:\n  192.0.2.1", fix="repair it", public="failed:\n  there")
 
 
 @pytest.mark.parametrize(
@@ -362,7 +352,7 @@ BAD = Finding(name="gloo wire", status=FAIL, detail="failed:\n  192.0.2.1", fix=
     [
         ([GOOD], 0, "Fit for data-parallel training."),
         ([GOOD, POOR], 0, "Fit for data-parallel training, with a remark on gloo."),
-        ([GOOD, BAD, POOR], 1, "Not fit for data-parallel training yet: see gloo wire."),
+        ([GOOD, BAD, POOR], 1, "Not fit for data-parallel training yet: see gloo link."),
     ],
 )
 def test_the_output_without_a_terminal(
@@ -381,7 +371,7 @@ def test_the_output_without_a_terminal(
         )
         assert finding.fix in table
     assert "PASS cores: 2 usable" in block
-    assert ("FAIL gloo wire: failed:; there" in block) == (BAD in findings)
+    assert ("FAIL gloo link: failed:; there" in block) == (BAD in findings)
     assert "192.0.2.1" not in block
     assert "vm" not in block
 
@@ -407,7 +397,7 @@ def test_other_ranks_of_this_machine_say_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 NAMES = ["python", "torch", "backends", "packages", "launcher", "gpus", "cores", "memory", "shared memory"]
-NAMES += ["open files", "interfaces", "gloo", "ports", "gloo wire"]
+NAMES += ["open files", "interfaces", "gloo", "ports", "gloo link"]
 
 
 @pytest.fixture
@@ -418,21 +408,21 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.program
 @pytest.mark.usefixtures("clean_environment")
-def test_the_command_measures_the_wire() -> None:
+def test_the_command_measures_the_link() -> None:
     result = run_python("-m", "gradsync", "doctor", "--json", "--timeout", "60")
     assert result.stderr == ""
     answer = json.loads(result.stdout)
     assert set(answer) == {"fit", "versions", "findings"}
     assert set(answer["versions"]) == {"gradsync", "torch", "python"}
     findings = answer["findings"]
-    assert [finding["name"] for finding in findings if finding["name"] != "nccl wire"] == NAMES
+    assert [finding["name"] for finding in findings if finding["name"] != "nccl link"] == NAMES
     for finding in findings:
         assert set(finding) == {"name", "status", "detail", "fix"}
         assert all(isinstance(value, str) for value in finding.values())
         assert (finding["status"] == "PASS") == (finding["fix"] == "")
     assert answer["fit"] == all(finding["status"] != "FAIL" for finding in findings)
     assert result.returncode == (0 if answer["fit"] else 1)
-    measured = next(finding for finding in findings if finding["name"] == "gloo wire")
+    measured = next(finding for finding in findings if finding["name"] == "gloo link")
     assert measured["status"] in ("PASS", "WARN"), measured
     lines = [line.split("ms")[0].split() for line in measured["detail"].splitlines()]
     sizes = [["4", "KiB"], ["256", "KiB"], ["4", "MiB"], ["32", "MiB"]]
@@ -451,8 +441,8 @@ def test_the_command_finds_what_is_wrong() -> None:
     assert "\x1b" not in result.stdout
     assert result.stderr == ""
     failed = {line[6:19].strip() for line in result.stdout.splitlines() if line.startswith("FAIL  ")}
-    assert failed == {"launcher", "gloo", "gloo wire"}
-    assert "Not fit for data-parallel training yet: see launcher, gloo, gloo wire." in result.stdout
+    assert failed == {"launcher", "gloo", "gloo link"}
+    assert "Not fit for data-parallel training yet: see launcher, gloo, gloo link." in result.stdout
     block = result.stdout.split("For a bug report")[1]
     assert socket.gethostname() not in block.split()
     assert not any(address in block for each in network.list_interfaces() for address in each.addresses)
@@ -468,6 +458,6 @@ def test_gpus_are_measured_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert doctor._wires() == [("gloo", 2), ("nccl", 3)]
+    assert doctor._backends() == [("gloo", 2), ("nccl", 3)]
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert doctor._wires() == [("gloo", 2)]
+    assert doctor._backends() == [("gloo", 2)]

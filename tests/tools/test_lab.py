@@ -163,7 +163,7 @@ def test_counters_grow_by_what_is_sent(lab: Lab) -> None:
 # Ranks
 
 
-def add_over_the_wire() -> None:
+def add_over_the_link() -> None:
     """One rank of an all-reduce; what it finds wrong becomes a LabError in the test."""
     before = read_counters("eth0")
     dist.init_process_group("gloo")
@@ -181,7 +181,7 @@ def add_over_the_wire() -> None:
 
 @with_lab
 def test_forked_ranks_reduce_across_hosts(lab: Lab) -> None:
-    fork_ranks(lab, add_over_the_wire, timeout=50.0)
+    fork_ranks(lab, add_over_the_link, timeout=50.0)
 
 
 def fail_on_rank_1() -> None:

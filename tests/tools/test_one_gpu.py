@@ -233,7 +233,7 @@ def test_the_doctor_measures_nccl_on_one_gpu(tmp_path: Path) -> None:
         pytest.skip("needs a CUDA device")
     result = gradsync_command(tmp_path, "doctor", "--one-gpu", "--json", "--timeout", "60")
     findings = {each["name"]: each for each in json.loads(result.stdout)["findings"]}
-    assert "2 ranks share one GPU by time slices" in findings["nccl wire"]["detail"], result.stdout
+    assert "2 ranks share one GPU by time slices" in findings["nccl link"]["detail"], result.stdout
 
 
 def test_asking_for_a_gpu_is_the_same_everywhere() -> None:

@@ -42,7 +42,11 @@ WORK = (
         "gradsync.tools.cli.train:_run_elastic",
     ),
     *("gradsync.tools.cli.run:run_ranks_of", "gradsync.tools.cli.run:_run_here", "gradsync.tools.cli.run:run_rank"),
-    *("gradsync.tools.cli.bench:_run", "gradsync.tools.cli.doctor:examine", "gradsync.tools.calibration:rehearse"),
+    *(
+        "gradsync.tools.cli.bench:_run",
+        "gradsync.tools.cli.doctor:examine",
+        "gradsync.tools.calibration:run_calibration",
+    ),
     *(
         "gradsync.tools.cli.plan:make_report",
         "gradsync.tools.cli.explain:_trace",

@@ -423,7 +423,7 @@ def test_the_bar_its_legend_and_the_text_have_the_same_numbers(tmp_path: Path, s
         assert others is not None
         assert others[1] == legend["waiting for a rank"]
         assert f"for other ranks {others[1]}, for the wire {others[2]}" in text
-        wire = float(legend["wire behind"][:-1]) + float(legend["exposed wire"][:-1])
+        wire = float(legend["queued communication"][:-1]) + float(legend["exposed communication"][:-1])
         assert float(others[2][:-1]) == pytest.approx(wire, abs=0.11)
     else:
         assert f"Exposed synchronization takes {legend['synchronization']}." in text

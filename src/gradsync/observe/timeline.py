@@ -11,17 +11,7 @@ from gradsync.observe.charts.canvas import PARTS
 from gradsync.observe.charts.notebook import Piece, frame, heading, legend, lines, strip, table
 from gradsync.observe.charts.numbers import count, duration, size
 from gradsync.observe.recording.files import GatherTimes
-from gradsync.observe.recording.marks import (
-    BACKWARD_END,
-    FINISH,
-    READY,
-    START,
-    SYNCHRONIZED,
-    Gather,
-    Marker,
-    Marks,
-    read_gathers,
-)
+from gradsync.observe.recording.marks import START, Gather, Marker, Marks, read_step
 
 __all__ = ["BucketTimes", "GatherTimes", "StepTimes", "Timeline"]
 
@@ -128,9 +118,6 @@ def _now() -> Any:
     return time.perf_counter()
 
 
-_STAGES = {READY: "ready", START: "start", FINISH: "finish"}
-
-
 def _read(marks: Marks, gathers: list[Gather]) -> StepTimes:
     origin = marks[0][2]
 
@@ -141,23 +128,23 @@ def _read(marks: Marks, gathers: list[Gather]) -> StepTimes:
         seconds: float = origin.elapsed_time(moment) / 1e3
         return seconds
 
-    step = StepTimes(gathers=list(read_gathers(gathers, since)))
-    by_bucket: dict[tuple[int, int], dict[str, float]] = {}
-    for kind, details, moment in marks:
-        if kind == BACKWARD_END:
-            step.backward_end = since(moment)
-        elif kind == SYNCHRONIZED:
-            step.finished = since(moment)
-        elif kind in _STAGES:
-            index, nbytes, *reduced = details
-            times = by_bucket.setdefault((index, nbytes), {})
-            times[_STAGES[kind]] = since(moment)
-            if kind == START and reduced[0] is not None:
-                times["reduced"] = since(reduced[0])
-    step.buckets = [
-        BucketTimes(index=index, nbytes=nbytes, **by_bucket[index, nbytes]) for index, nbytes in sorted(by_bucket)
+    step = read_step(marks, gathers, read=since, number=0, layout=0, begin=origin)
+    (part,) = step.synchronizations
+    nbytes = {details[0]: details[1] for kind, details, _ in marks if kind == START}
+    buckets = [
+        BucketTimes(
+            index=each.index,
+            nbytes=nbytes[each.index],
+            ready=each.ready,
+            start=each.start,
+            reduced=each.reduced,
+            finish=each.finish,
+        )
+        for each in part.buckets
     ]
-    return step
+    return StepTimes(
+        buckets=buckets, gathers=list(step.gathers), backward_end=part.backward_end, finished=part.finished
+    )
 
 
 def render(step: StepTimes, *, width: int = 60) -> str:
@@ -205,7 +192,12 @@ def as_html(step: StepTimes) -> str:
         hint = f"{words}: {duration(max(until - since, 0.0))}"
         return (since - first) / total, (min(until, step.finished) - first) / total, PARTS[part], hint
 
-    names = {"backward": "backward", "ready, waits": "waiting", "wire, hidden": "hidden", "wire, exposed": "exposed"}
+    names = {
+        "backward": "backward",
+        "ready, waits": "waiting",
+        "hidden communication": "hidden",
+        "exposed communication": "exposed",
+    }
     rows = [("backward", "", strip([piece(0.0, end, "backward", "backward")]))]
     for times in step.buckets:
         pieces = []
@@ -217,8 +209,8 @@ def as_html(step: StepTimes) -> str:
         if times.start is not None and reduced is not None:
             ready = times.start if times.ready is None else times.ready
             pieces.append(piece(ready, times.start, "waiting", "ready, waits"))
-            pieces.append(piece(times.start, min(reduced, end), "hidden", "on the wire behind backward"))
-            pieces.append(piece(max(times.start, end), reduced, "exposed", "on the wire after backward"))
+            pieces.append(piece(times.start, min(reduced, end), "hidden", "communication behind backward"))
+            pieces.append(piece(max(times.start, end), reduced, "exposed", "communication after backward"))
         rows.append((f"bucket {times.index}", size(times.nbytes), strip(pieces, marks=[(end - first) / total])))
     colours = {name: PARTS[part] for name, part in names.items()}
     return frame(heading(_headline(step, first)), table(rows, right=(1,)), legend(colours))

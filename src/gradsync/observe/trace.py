@@ -1,9 +1,9 @@
 """A recording of all ranks as a trace that ui.perfetto.dev opens: a few tracks for every rank, each with nested slices.
 
 Track ``steps`` shows what the rank computed, ``waiting`` the time it lost to communication after a backward and to
-parameters in flight. ``wire`` has a slice for each bucket from its start until it was reduced, ``gathers`` one for each
-bucket whose new parameters are in flight. Several buckets may be in flight at once, and slices of one track must not
-overlap partially; so a track may have several lanes, all with the same name.
+parameters in flight. ``communication`` has a slice for each bucket from its start until it was reduced, ``gathers`` one
+for each bucket whose new parameters are in flight. Several buckets may be in flight at once, and slices of one track
+must not overlap partially; so a track may have several lanes, all with the same name.
 
 The package perfetto, an extra, has the format; it is imported when a trace is written.
 """
@@ -22,9 +22,9 @@ from gradsync.observe.recording import BucketPart, Recording, Step
 
 __all__ = ["Process", "Slice", "Track", "processes_of", "write_trace"]
 
-STEPS, WIRE, GATHERS, WAITING = "steps", "wire", "gathers", "waiting"
+STEPS, COMMUNICATION, GATHERS, WAITING = "steps", "communication", "gathers", "waiting"
 # Spans that are time lost, and what a reader is told that it is lost to.
-LOST = {"synchronization": "for the wire", "gather": "for parameters"}
+LOST = {"synchronization": "for communication", "gather": "for parameters"}
 MOST_NAMES = 20
 NANOSECONDS = 1e9
 
@@ -92,15 +92,15 @@ def _tracks(recording: Recording, shift: ClockShift, *, several: bool) -> Iterat
     steps = [(step, step.shifted(shift(step.begin))) for step in recording.steps]
     computed: list[Slice] = []
     waiting: list[Slice] = []
-    wire: list[Slice] = []
+    collectives: list[Slice] = []
     gathers: list[Slice] = []
     for raw, step in steps:
         layout = recording.layouts[raw.layout] if raw.layout < len(recording.layouts) else ()
         computed.append(_computed(step))
         waiting += _waiting(step)
-        wire += _on_wire(step, layout, model)
+        collectives += _collectives(step, layout, model)
         gathers += _gathered(step, layout, model)
-    for name, slices in ((STEPS, computed), (WAITING, waiting), (WIRE, wire), (GATHERS, gathers)):
+    for name, slices in ((STEPS, computed), (WAITING, waiting), (COMMUNICATION, collectives), (GATHERS, gathers)):
         yield from (Track(name=prefix + name, slices=tuple(lane)) for lane in _lanes(slices))
 
 
@@ -126,10 +126,10 @@ def _waiting(step: Step) -> list[Slice]:
     ]
 
 
-def _on_wire(step: Step, layout: Sequence[BucketPart], model: int) -> Iterator[Slice]:
+def _collectives(step: Step, layout: Sequence[BucketPart], model: int) -> Iterator[Slice]:
     for number, synchronization in enumerate(step.synchronizations):
         for bucket in synchronization.buckets:
-            # Where the wire does not tell of its end, the engine's wait does.
+            # Where the transport does not report its end, the engine's wait does.
             ends = (each for each in (bucket.reduced, bucket.finish) if each is not None)
             values: dict[str, Value] = {"step": step.number, "bucket": bucket.index, **_part(layout, bucket.index)}
             if bucket.ready is not None:

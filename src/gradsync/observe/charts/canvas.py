@@ -95,7 +95,7 @@ def style(size: float = 11) -> AbstractContextManager[None]:
 def canvas(
     title: str = "", *, panels: Sequence[str] = ("",), width: float = WIDTH, height: float = 4.2, shared: bool = True
 ) -> "tuple[Figure, list[Axes]]":
-    """A figure of so many inches, its message on top, and one set of axes a panel with a line that says what it is."""
+    """A figure in inches, its message on top, and one set of axes per panel with a line that says what it is."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

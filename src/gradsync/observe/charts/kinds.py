@@ -316,7 +316,7 @@ def _time_axis(axes: "Axes", words: str) -> None:
 
 
 def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, float]) -> None:
-    """One row a bucket: a thin line while it waits, a bar while it is on the wire, cut where backward ends."""
+    """One row a bucket: a thin line while it waits, a bar while it is in flight, cut where backward ends."""
     gathers = [(row, *gather) for row, bar in enumerate(bars, start=1) for gather in bar.gathers]
     last = max([backward[1], *(bar.finish for bar in bars)]) or 1.0
     factor, unit = _unit(last)
@@ -330,7 +330,7 @@ def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, floa
             axes.barh(row, length, height, left=since, color=colour, gid=HINT + hint, zorder=2)
 
     waiting, hidden, exposed = PARTS["waiting"], PARTS["hidden"], PARTS["exposed"]
-    names = {"backward": PARTS["backward"], "ready, waits": waiting, "on the wire behind backward": hidden}
+    names = {"backward": PARTS["backward"], "ready, waits": waiting, "communication behind backward": hidden}
     if gathers:
         names["new parameters"] = PARTS["update"]
     for name, shade in {**names, "exposed": exposed}.items():

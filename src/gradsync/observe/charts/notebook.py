@@ -41,7 +41,7 @@ def legend(names: Mapping[str, str]) -> str:
 
 
 def strip(pieces: Iterable[Piece], *, width: int = 640, marks: Iterable[float] = ()) -> str:
-    """One bar of so many pixels, with pieces at their places and thin lines at the ``marks``."""
+    """One bar of ``width`` pixels, with pieces at their places and thin lines at the ``marks``."""
     drawn = "".join(
         f'<rect x="{begin * width:.1f}" y="0" width="{max((end - begin) * width, 1.0):.1f}" height="{HEIGHT}" '
         f'fill="{colour}"><title>{escape(hint)}</title></rect>'

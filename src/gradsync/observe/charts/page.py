@@ -25,7 +25,7 @@ NAMES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
 
 
 def svg_file(figure: "Figure", slug: str) -> str:
-    """A picture as the text of a file of its own, on the paper of whoever shows it: light or dark."""
+    """A picture as the text of a file of its own, for a light or a dark background."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -63,7 +63,7 @@ def page_svg(svg: str, *, slug: str, title: str, hover: Mapping[str, Any] | None
     """What :func:`svg_file` drew as a part of a page, where it goes by its ``slug``."""
     root = ElementTree.fromstring(svg)
     for element in list(root.iter()):
-        _settle(element)
+        _clean(element)
     root.attrib = {"class": "chart", "role": "img", "viewBox": root.attrib["viewBox"]}
     root.set("aria-labelledby", f"{slug}-title")
     if hover is not None:
@@ -74,7 +74,7 @@ def page_svg(svg: str, *, slug: str, title: str, hover: Mapping[str, Any] | None
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _settle(element: ElementTree.Element) -> None:
+def _clean(element: ElementTree.Element) -> None:
     """Without namespaces, which a page's own SVG does without, and without names that nothing refers to."""
     element.tag = element.tag.rpartition("}")[2]
     for child in [each for each in element if each.tag.endswith(("}metadata", "}style"))]:

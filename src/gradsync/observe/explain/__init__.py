@@ -12,6 +12,5 @@
 
 from gradsync.observe.explain.advice import Advice
 from gradsync.observe.explain.explanation import Explanation, explain_recordings
-from gradsync.observe.explain.split import Parts, SlowRank, Split
 
-__all__ = ["Advice", "Explanation", "Parts", "SlowRank", "Split", "explain_recordings"]
+__all__ = ["Advice", "Explanation", "explain_recordings"]

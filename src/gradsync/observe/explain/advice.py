@@ -19,8 +19,8 @@ WORTH_SAYING = 0.02
 LEAST_SAVED = 2e-4
 # Every loop has a scheduler, a log and gradients to zero: only a tenth of a step is worth a look.
 SLOW_LOOP = 0.1
-# The wire is slow if that costs more than this share of the step.
-SLOW_WIRE = 0.05
+# The link is slow if that costs more than this share of the step.
+SLOW_LINK = 0.05
 # Changes that leave the training what it is come first, unless others gain more than twice as much.
 FREE = 2.0
 ACCUMULATED = 4
@@ -81,15 +81,15 @@ def advise(timeline: MergedRecording, split: Split, stragglers: Sequence[SlowRan
     ]
     worth = [advice for advice in found if advice.gain >= WORTH_SAYING and advice.saved >= LEAST_SAVED]
     ranked = sorted(worth, key=lambda advice: advice.gain * (FREE if advice.free else 1.0), reverse=True)
-    said: set[str] = set()
+    causes: set[str] = set()
     for place, advice in enumerate(ranked):
-        if advice.cause in said:
+        if advice.cause in causes:
             ranked[place] = replace(advice, cause=f"{advice.cause.partition(':')[0]}, as said; or")
-        said.add(advice.cause)
+        causes.add(advice.cause)
     return ranked
 
 
-# -- who is slow ------------------------------------------------------------------------------------------------------
+# -- slow ranks -------------------------------------------------------------------------------------------------------
 
 
 def _slow_rank(straggler: SlowRank, split: Split, after: After) -> Advice:
@@ -109,7 +109,7 @@ def _slow_rank(straggler: SlowRank, split: Split, after: After) -> Advice:
 
 def _slow_data(split: Split, after: After) -> Iterator[Advice]:
     mean = split.mean
-    # What one rank alone waits for is its own affair, and said above.
+    # What one rank alone waits for is reported as a slow rank.
     data = min(parts.data for parts in split.ranks.values())
     if data < SLOW * mean.step:
         return
@@ -153,7 +153,7 @@ def _forgotten_no_sync(split: Split, after: After) -> Iterator[Advice]:
     )
 
 
-# -- the wire ---------------------------------------------------------------------------------------------------------
+# -- the link ---------------------------------------------------------------------------------------------------------
 
 
 def _buckets(timeline: MergedRecording, split: Split, link: BucketCost, after: After) -> Iterator[Advice]:
@@ -195,17 +195,17 @@ def _caps(total: int) -> Iterator[str]:
 
 def _slow_link(timeline: MergedRecording, split: Split, link: BucketCost, after: After) -> Iterator[Advice]:
     mean = split.mean
-    open_wire = mean.exposed + mean.turn
-    if open_wire < SLOW_WIRE * mean.step or split.synchronizations > 1.5:
+    exposed = mean.exposed + mean.turn
+    if exposed < SLOW_LINK * mean.step or split.synchronizations > 1.5:
         return
     header = timeline.recordings[0].header
     total = sum(bucket.nbytes for bucket in timeline.layout)
-    wire = sum(bucket.wire for bucket in split.buckets)
+    busy = sum(bucket.seconds for bucket in split.buckets)
     ranks = header.world_size
-    moved = 2 * (ranks - 1) / ranks * total / wire if wire else 0.0
+    moved = 2 * (ranks - 1) / ranks * total / busy if busy else 0.0
     cause = (
-        f"the wire is slow: {size(total)} of gradients take {duration(wire)} ({size(moved)}/s a rank), and "
-        f"{duration(open_wire)} of that nothing hides"
+        f"the link is slow: {size(total)} of gradients take {duration(busy)} ({size(moved)}/s per rank), and "
+        f"{duration(exposed)} of that nothing hides"
     )
     base = Advice(kind="slow link", cause=cause, change="", before=mean.step, after=mean.step, free=False)
     yield replace(
@@ -224,7 +224,7 @@ def _slow_link(timeline: MergedRecording, split: Split, link: BucketCost, after:
             yield replace(
                 base,
                 change=f"ShardedOptimizer(torch.optim.{header.optimizer or 'AdamW'}, model, …): new parameters cross "
-                "the wire behind the next forward (same results)",
+                "the link behind the next forward (same results)",
                 after=after(replay.next_forward),
                 free=True,
             )

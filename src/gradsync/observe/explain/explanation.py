@@ -28,7 +28,6 @@ from gradsync.observe.recording.recorder import Recorder
 __all__ = [
     "ADVICE_TITLE",
     "BAR",
-    "MEANINGS",
     "NAMES",
     "Explanation",
     "bar",
@@ -44,16 +43,18 @@ MEANINGS = {
     "loop": "the loop's own code, until the forward",
     "forward": "computing the loss",
     "backward": "computing gradients",
-    "waiting": "for whoever came last",
+    "waiting": "for the rank that came last",
     "turn": "busy with earlier buckets",
     "exposed": "of the last bucket, or of gathers",
     "optimizer": "updating parameters",
     "other": "clipping, evaluating, the engine",
 }
-NAMES = {"waiting": "waiting for a rank", "turn": "wire behind", "exposed": "exposed wire"}
+NAMES = {"waiting": "waiting for a rank", "turn": "queued communication", "exposed": "exposed communication"}
+HIDDEN_NAME = "hidden communication"
+LABEL = max(map(len, NAMES.values()))
 BAR = 20
 SHOWN_BUCKETS = 12
-BUCKET_COLUMNS = ("bucket", "bytes", "ready", "start", "wire", "hidden", "parameters")
+BUCKET_COLUMNS = ("bucket", "bytes", "ready", "start", "link", "hidden", "parameters")
 HIDDEN = "behind computing, not in the sum"
 ADVICE_TITLE = "what to change, and what it would save for the samples of a step:"
 # Waiting that is less of a step is not spoken of.
@@ -78,17 +79,12 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """In a notebook: the same, with bars in the colours of reports."""
-        mean = self.split.mean
         whole, rows, at = [], [], 0.0
-        for name, seconds in self.parts():
-            share, label = seconds / mean.step if mean.step else 0.0, NAMES.get(name, name)
-            piece = (PARTS[name], f"{label}: {share:.1%}")
+        for name, share, (label, seconds, percent, meaning) in self.rows():
+            piece = (PARTS[name], f"{label}: {percent}")
             whole.append((at, at + share, *piece))
-            rows.append(
-                (label, duration(seconds), f"{share:.1%}", strip([(0.0, share, *piece)], width=160), MEANINGS[name])
-            )
+            rows.append((label, seconds, percent, strip([(0.0, share, *piece)], width=160) if percent else "", meaning))
             at += share
-        rows.append(("hidden wire", duration(mean.hidden), "", "", HIDDEN))
         parts = [heading(self.headline), strip(whole), table(rows, right=(1, 2)), lines(self.who())]
         if self.split.buckets:
             parts.append(table(self.bucket_rows(), header=BUCKET_COLUMNS, right=range(6)))
@@ -110,19 +106,25 @@ class Explanation:
 
     def lines(self) -> Iterator[str]:
         """The whole of it, as plain text."""
-        mean = self.split.mean
         yield self.headline
         yield ""
-        for name, seconds in self.parts():
-            share = seconds / mean.step if mean.step else 0.0
-            label = f"{NAMES.get(name, name):19} {duration(seconds):>8} {share:6.1%}"
-            yield f"  {label}  {bar(share):{BAR}}  {MEANINGS[name]}"
-        yield f"  {'hidden wire':19} {duration(mean.hidden):>8}  {HIDDEN}"
+        for _, share, (label, seconds, percent, meaning) in self.rows():
+            shown = f"{percent:>6}  {bar(share):{BAR}}  " if percent else " "
+            yield f"  {label:{LABEL}} {seconds:>8} {shown}{meaning}"
         yield ""
         yield from self.who()
         yield from self.bucket_lines()
         yield ""
         yield from self.advice_lines()
+
+    def rows(self) -> Iterator[tuple[str, float, tuple[str, str, str, str]]]:
+        """Each part of a step with its share of it, and what is written: its name, seconds, percent and meaning. Hidden
+        communication comes last, without a share: it is not in the sum."""
+        mean = self.split.mean
+        for name, seconds in self.parts():
+            share = seconds / mean.step if mean.step else 0.0
+            yield name, share, (NAMES.get(name, name), duration(seconds), f"{share:.1%}", MEANINGS[name])
+        yield "hidden", 0.0, (HIDDEN_NAME, duration(mean.hidden), "", HIDDEN)
 
     def parts(self) -> list[tuple[str, float]]:
         return [(name, getattr(self.split.mean, name)) for name in STEP_PARTS]
@@ -146,33 +148,33 @@ class Explanation:
             + f" and {_plural(split.collectives, 'collective')}"
         )
         if not timeline.is_whole:
-            yield "what other ranks did is not in here: waiting for one of them counts as wire"
+            yield "what other ranks did is not in here: waiting for one of them counts as communication"
         unmeasured = [each.header.rank for each in timeline.recordings if each.header.clock.error is None]
         if unmeasured and len(timeline.members) > 1:
             yield "clocks were not measured: right if all ranks are on one machine, and else not to be trusted"
         errors = [each.header.clock.error or 0.0 for each in timeline.recordings]
         if max(errors) > 0:
             yield f"clocks agree to {duration(max(errors))}"
-        dead = [each.header.rank for each in timeline.recordings if not each.ended]
-        if dead:
-            who = listed([f"rank {rank}" for rank in dead])
+        unended = [each.header.rank for each in timeline.recordings if not each.ended]
+        if unended:
+            who = listed([f"rank {rank}" for rank in unended])
             yield f"the recording of {who} has no end: the run goes on, or it was killed"
 
     def bucket_lines(self) -> Iterator[str]:
-        """A row a bucket."""
+        """A row per bucket."""
         if not self.split.buckets:
             return
         yield ""
-        for index, nbytes, ready, start, wire, hidden, names in (BUCKET_COLUMNS, *self.bucket_rows()):
-            yield f"  {index:>6} {nbytes:>10} {ready:>9} {start:>9} {wire:>9} {hidden:>9}  {names}"
+        for index, nbytes, ready, start, link, hidden, names in (BUCKET_COLUMNS, *self.bucket_rows()):
+            yield f"  {index:>6} {nbytes:>10} {ready:>9} {start:>9} {link:>9} {hidden:>9}  {names}"
         left = len(self.split.buckets) - SHOWN_BUCKETS
         if left > 0:
-            yield f"  … and {left} more: those that keep the wire busy longest are shown"
+            yield f"  … and {left} more: those that keep the link busy longest are shown"
 
     def bucket_rows(self) -> Iterator[tuple[str, ...]]:
         """Under :data:`BUCKET_COLUMNS`."""
         for bucket in shown_buckets(self.split.buckets):
-            times = (bucket.ready, bucket.start, bucket.wire, bucket.hidden)
+            times = (bucket.ready, bucket.start, bucket.seconds, bucket.hidden)
             yield str(bucket.index), size(bucket.nbytes), *map(duration, times), named(bucket)
 
     def advice_lines(self) -> Iterator[str]:
@@ -194,7 +196,7 @@ class Explanation:
 
 
 def explain_recordings(recordings: Sequence[Recording]) -> Explanation:
-    """What recordings of all ranks, or of one alone, tell."""
+    """Explain the recordings of all ranks, or of one alone."""
     timeline = merge(recordings)
     parts = split_of(timeline)
     stragglers = find_stragglers(timeline, parts)
@@ -219,15 +221,15 @@ def explain_model(
     if recorder is not None and recording is not None:
         recorder.align(clock)
         recording = recorder.recording
-    # It has no end yet, and that says nothing of a rank that answers.
+    # It has no end yet, which means nothing for a rank that answers.
     recording = None if recording is None else replace(recording, ended=True)
     mine = "" if recording is None else "\n".join(lines_of(recording))
-    told = [each.decode() for each in gather_bytes(communicator, mine.encode())]
-    silent = [rank for rank, text in enumerate(told) if not text]
-    if silent:
+    texts = [each.decode() for each in gather_bytes(communicator, mine.encode())]
+    unrecorded = [rank for rank, text in enumerate(texts) if not text]
+    if unrecorded:
         # On all ranks alike.
-        raise ConfigurationError(f"rank {silent[0]} is not recorded. {REMEDY}")
-    return explain_recordings([parse_recording(text, f"rank {rank}") for rank, text in enumerate(told)])
+        raise ConfigurationError(f"rank {unrecorded[0]} is not recorded. {REMEDY}")
+    return explain_recordings([parse_recording(text, f"rank {rank}") for rank, text in enumerate(texts)])
 
 
 def gained(advice: Advice) -> str:
@@ -242,7 +244,7 @@ def _plural(number: float, noun: str, ending: str = "s") -> str:
 
 
 def shown_buckets(buckets: tuple[BucketSplit, ...]) -> list[BucketSplit]:
-    longest = sorted(buckets, key=lambda bucket: bucket.wire, reverse=True)[:SHOWN_BUCKETS]
+    longest = sorted(buckets, key=lambda bucket: bucket.seconds, reverse=True)[:SHOWN_BUCKETS]
     return [bucket for bucket in buckets if bucket in longest]
 
 

@@ -8,7 +8,7 @@ from gradsync.observe.explain.merging import MergedRecording
 from gradsync.observe.explain.split import Split
 from gradsync.observe.recording.files import Synchronization
 
-__all__ = ["BucketCost", "fit_link"]
+__all__ = ["BucketCost", "fit_line", "fit_link"]
 
 # Sizes that are less than this apart do not tell latency and bandwidth apart.
 APART = 2.0
@@ -17,7 +17,7 @@ APART = 2.0
 TOGETHER = 8
 # A backward whose thread is on a core for less than this share of it waits for something else that computes.
 COMPUTES = 0.5
-# Seconds a byte that landing and starting take at most. Of buckets of nearly one size a line may make anything.
+# Seconds a byte that copying and starting take at most. Of buckets of nearly one size a line may make anything.
 SLOWEST_COPY = 4e-10
 # What little bytes take that nobody has told from their latency: as over a link of 10 Mbit/s. The rest is no link's.
 SLOWEST_BYTE = 8e-7
@@ -25,7 +25,7 @@ SLOWEST_BYTE = 8e-7
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCost:
-    """A bucket of n bytes keeps the wire busy for ``latency + n · seconds_per_byte``. ``starting`` are seconds by which
+    """A bucket of n bytes keeps the link busy for ``latency + n · seconds_per_byte``. ``starting`` are seconds by which
     it makes the backward of its rank longer, however small it is, and ``finishing`` what it takes after that."""
 
     latency: float
@@ -42,7 +42,7 @@ def fit_link(timeline: MergedRecording, split: Split) -> BucketCost | None:
     buckets = [bucket for bucket in split.buckets if bucket.nbytes > 0]
     if len(timeline.members) < 2 or not buckets:
         return None
-    latency, per_byte = _fit([(bucket.nbytes, bucket.wire) for bucket in buckets], _measured(timeline))
+    latency, per_byte = _fit([(bucket.nbytes, bucket.seconds) for bucket in buckets], _measured(timeline))
     starting, finishing = _host(timeline)
     return BucketCost(latency=latency, seconds_per_byte=per_byte, starting=starting, finishing=finishing)
 
@@ -63,7 +63,7 @@ def _fit(points: list[tuple[int, float]], measured: tuple[float, float] | None) 
     number = max(1, min(TOGETHER, len(points) // 4))
     groups = [_mean_point(points[place : place + number]) for place in range(len(points) - number + 1)]
     if max(size for size, _ in groups) >= APART * min(size for size, _ in groups):
-        latency, per_byte = _line(groups)
+        latency, per_byte = _cost_of(groups)
         if per_byte > 0:
             # Through the mean of all, so that they take together what they took.
             per_byte = min(per_byte, seconds / nbytes)
@@ -78,16 +78,22 @@ def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return statistics.fmean(nbytes for nbytes, _ in points), statistics.fmean(seconds for _, seconds in points)
 
 
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The straight line through the points, by least squares; neither a negative latency nor a negative slope."""
-    sizes, times = [nbytes for nbytes, _ in points], [seconds for _, seconds in points]
-    middle, mean = statistics.fmean(sizes), statistics.fmean(times)
-    spread = sum((each - middle) ** 2 for each in sizes)
-    slope = sum((x - middle) * (y - mean) for x, y in zip(sizes, times, strict=True)) / spread if spread else 0.0
+def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """The straight line through points with weights, by least squares: its slope, and the point in the middle."""
+    weight = sum(w for _, _, w in points)
+    middle, mean = (sum(point[i] * point[2] for point in points) / weight for i in (0, 1))
+    spread = sum(w * (x - middle) ** 2 for x, _, w in points)
+    slope = sum(w * (x - middle) * (y - mean) for x, y, w in points) / spread if spread else 0.0
+    return slope, middle, mean
+
+
+def _cost_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Latency and seconds per byte of the line through the points; neither is negative."""
+    slope, nbytes, seconds = fit_line([(*point, 1.0) for point in points])
     slope = max(slope, 0.0)
-    if mean - slope * middle < 0:
-        return 0.0, sum(times) / sum(sizes)
-    return mean - slope * middle, slope
+    if seconds - slope * nbytes < 0:
+        return 0.0, seconds / nbytes
+    return seconds - slope * nbytes, slope
 
 
 def _host(timeline: MergedRecording) -> tuple[float, float]:
@@ -107,17 +113,17 @@ def _host(timeline: MergedRecording) -> tuple[float, float]:
 
 
 def _kept_off(timeline: MergedRecording) -> float:
-    """Seconds a bucket by which the threads of the wire keep that of the backward off its core, or out of the
-    interpreter: it computes, and is on none for a while. No longer than the wire is busy: there are others, too."""
+    """Seconds a bucket by which the threads that communicate keep that of the backward off its core, or out of the
+    interpreter: it computes, and is on none for a while. No longer than the link is busy: there are others, too."""
     seconds = []
     for merged in timeline.steps:
         for place, step in enumerate(merged.ranks):
-            # Where ranks differ in how often they have synchronized, only what all did is on the wire.
-            for part, wires in list(zip(step.synchronizations, merged.wires, strict=False))[-1:]:
+            # Where ranks differ in how often they have synchronized, only what all did counts.
+            for part, collectives in list(zip(step.synchronizations, merged.collectives, strict=False))[-1:]:
                 if part.busy is not None and part.buckets:
                     off_core = part.backward_end - part.begin - part.busy
-                    on_wire = sum(wire.seconds(place) for wire in wires)
-                    seconds.append(max(0.0, min(off_core, on_wire)) / len(part.buckets))
+                    in_flight = sum(each.seconds(place) for each in collectives)
+                    seconds.append(max(0.0, min(off_core, in_flight)) / len(part.buckets))
     return statistics.median(seconds) if seconds else 0.0
 
 
@@ -140,8 +146,8 @@ def _note_host(part: Synchronization, starting: dict[int, list[float]], finishin
     for bucket in part.buckets:
         # The last one is ready when backward has ended, and starts after everything that is left.
         if bucket.ready is not None and bucket is not part.buckets[-1]:
-            landing = bucket.ready if bucket.full is None else bucket.full
-            starting.setdefault(bucket.index, []).append(bucket.start - max(landing, started))
+            copied = bucket.ready if bucket.full is None else bucket.full
+            starting.setdefault(bucket.index, []).append(bucket.start - max(copied, started))
         finish, reduced = bucket.finish, bucket.reduced
         if finish is not None and reduced is not None and finished is not None and reduced <= finished:
             finishing.setdefault(bucket.index, []).append(finish - finished)
@@ -154,4 +160,4 @@ def _without_bytes(seen: dict[int, list[float]], sizes: Sequence[int]) -> float:
     if not points:
         return 0.0
     nbytes, seconds = _mean_point(points)
-    return max(0.0, seconds - nbytes * min(_line(points)[1], SLOWEST_COPY))
+    return max(0.0, seconds - nbytes * min(_cost_of(points)[1], SLOWEST_COPY))

@@ -1,6 +1,6 @@
 """Merges the recordings of all ranks onto one clock, step by step, with the communication in each step.
 
-A collective begins on the wire when the last rank has started it and the previous one is over. So the start times of
+A collective begins when the last rank has started it and the previous one is over. So the start times of
 all ranks, and the times at which each saw the end, tell which rank waited for others and which for communication.
 
 Clocks of several machines drift apart. The offset measured when the model was wrapped is corrected by the ends of
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.recording.files import BucketPart, Recording, Step, Synchronization
 
-__all__ = ["ClockShift", "MergedRecording", "MergedStep", "OnWire", "clock_shifts", "merge"]
+__all__ = ["ClockShift", "MergedCollective", "MergedRecording", "MergedStep", "clock_shifts", "merge"]
 
 # Within each block of this many steps the slowest and the fastest tenth are left out as disturbed.
 LEFT_OUT = 0.1
@@ -28,9 +28,9 @@ ENOUGH_FOR_DRIFT = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnWire:
-    """One bucket on the wire: ``last`` is the rank that started it last, at ``begin``; ``ends`` are when each rank saw
-    its end. ``free`` is when the wire was done with the one before, as each rank saw it."""
+class MergedCollective:
+    """The collective of one bucket: ``last`` is the rank that started it last, at ``begin``; ``ends`` are when each
+    rank saw its end. ``free`` is when the link was done with the one before, as each rank saw it."""
 
     index: int
     begin: float
@@ -39,17 +39,17 @@ class OnWire:
     free: tuple[float, ...]
 
     def seconds(self, rank: int) -> float:
-        """How long the wire was busy with it."""
+        """How long the link was busy with it."""
         return max(0.0, self.ends[rank] - max(self.begin, self.free[rank]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergedStep:
-    """One step of all ranks, on rank 0's clock; for each of its synchronizations the wire's activity, in order."""
+    """One step of all ranks, on rank 0's clock; for each of its synchronizations the collectives, in order."""
 
     number: int
     ranks: tuple[Step, ...]
-    wires: tuple[tuple[OnWire, ...], ...]
+    collectives: tuple[tuple[MergedCollective, ...], ...]
 
     @property
     def seconds(self) -> float:
@@ -128,14 +128,14 @@ def _chosen(steps: list[MergedStep], layout: int) -> list[MergedStep]:
 
 def _merged(ranks: tuple[Step, ...]) -> MergedStep:
     rounds = min(len(step.synchronizations) for step in ranks)
-    wires = tuple(_on_wire([step.synchronizations[number] for step in ranks]) for number in range(rounds))
-    return MergedStep(number=ranks[0].number, ranks=ranks, wires=wires)
+    collectives = tuple(_collectives([step.synchronizations[number] for step in ranks]) for number in range(rounds))
+    return MergedStep(number=ranks[0].number, ranks=ranks, collectives=collectives)
 
 
-def _on_wire(parts: Sequence[Synchronization]) -> tuple[OnWire, ...]:
+def _collectives(parts: Sequence[Synchronization]) -> tuple[MergedCollective, ...]:
     """The buckets that all ranks have started, in their order."""
     by_rank = [{bucket.index: bucket for bucket in part.buckets} for part in parts]
-    wires: list[OnWire] = []
+    collectives: list[MergedCollective] = []
     free = tuple(part.begin for part in parts)
     for index in sorted(set.intersection(*(set(buckets) for buckets in by_rank))):
         buckets = [each[index] for each in by_rank]
@@ -145,9 +145,9 @@ def _on_wire(parts: Sequence[Synchronization]) -> tuple[OnWire, ...]:
             max(begin, min(_first(bucket.reduced, bucket.finish, part.finished), part.finished))
             for bucket, part in zip(buckets, parts, strict=True)
         )
-        wires.append(OnWire(index=index, begin=begin, last=starts.index(begin), ends=ends, free=free))
+        collectives.append(MergedCollective(index=index, begin=begin, last=starts.index(begin), ends=ends, free=free))
         free = tuple(max(before, end) for before, end in zip(free, ends, strict=True))
-    return tuple(wires)
+    return tuple(collectives)
 
 
 def _first(*moments: float | None) -> float:

@@ -46,13 +46,13 @@ Spent = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedBucket:
-    """``starts`` are seconds after the backward began, rank by rank; with ``at_end`` after it ended. ``wire`` is how
-    long the link is busy with it."""
+    """``starts`` are seconds after the backward began, rank by rank; with ``at_end`` after it ended. ``seconds`` is
+    how long the link is busy with it."""
 
     nbytes: int
     starts: tuple[float, ...]
     at_end: bool
-    wire: float
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def _play(at: list[float], script: ReplayScript) -> list[float]:
         free = 0.0
         for bucket in each.buckets:
             bases = ends if bucket.at_end else begins
-            free = max(free, *(bases[rank] + bucket.starts[rank] for rank in ranks)) + bucket.wire
+            free = max(free, *(bases[rank] + bucket.starts[rank] for rank in ranks)) + bucket.seconds
         at = [max(ends[rank], free) + each.tails[rank] for rank in ranks]
     return [at[rank] + sum(script.rest[rank].values()) for rank in ranks]
 
@@ -107,24 +107,24 @@ def _script_of(merged: MergedStep, sizes: Sequence[int]) -> ReplayScript:
     backwards = []
     places = range(len(merged.ranks))
     begins = [step.begin for step in merged.ranks]
-    for number, wires in enumerate(merged.wires):
+    for number, collectives in enumerate(merged.collectives):
         parts = [step.synchronizations[number] for step in merged.ranks]
         buckets = []
-        for wire in wires:
-            starts = [next(b.start for b in part.buckets if b.index == wire.index) for part in parts]
+        for each in collectives:
+            starts = [next(b.start for b in part.buckets if b.index == each.index) for part in parts]
             late = all(start >= part.backward_end for start, part in zip(starts, parts, strict=True))
             buckets.append(
                 ReplayedBucket(
-                    nbytes=sizes[wire.index] if wire.index < len(sizes) else 0,
+                    nbytes=sizes[each.index] if each.index < len(sizes) else 0,
                     starts=tuple(
                         start - (part.backward_end if late else part.begin)
                         for start, part in zip(starts, parts, strict=True)
                     ),
                     at_end=late,
-                    wire=statistics.fmean(wire.seconds(place) for place in places),
+                    seconds=statistics.fmean(each.seconds(place) for place in places),
                 )
             )
-        ends = [wires[-1].ends[place] if wires else part.finished for place, part in enumerate(parts)]
+        ends = [collectives[-1].ends[place] if collectives else part.finished for place, part in enumerate(parts)]
         backwards.append(
             ReplayedBackward(
                 seconds=tuple(_spent(merged.ranks[rank].spans, begins[rank], parts[rank].begin) for rank in places),
@@ -195,7 +195,7 @@ def synchronized_once(script: ReplayScript) -> ReplayScript:
 
 
 def accumulated(script: ReplayScript, times: int) -> ReplayScript:
-    """So many micro-batches a step instead of one, and one synchronization."""
+    """``times`` micro-batches a step instead of one, and one synchronization."""
     first, *others = script.backwards
     seconds = []
     for rank, own in enumerate(first.seconds):
@@ -220,9 +220,9 @@ def in_eight_bits(script: ReplayScript, link: BucketCost) -> ReplayScript:
         for bucket in each.buckets:
             coded += ENCODE * bucket.nbytes
             shifted = bucket.starts if bucket.at_end else tuple(start + coded for start in bucket.starts)
-            latency = min(link.latency, bucket.wire)
-            wire = latency + (bucket.wire - latency) * INT8_SHARE + DECODE * bucket.nbytes
-            buckets.append(replace(bucket, wire=wire, starts=shifted))
+            latency = min(link.latency, bucket.seconds)
+            taken = latency + (bucket.seconds - latency) * INT8_SHARE + DECODE * bucket.nbytes
+            buckets.append(replace(bucket, seconds=taken, starts=shifted))
         backward = tuple(seconds + coded for seconds in each.backward)
         backwards.append(replace(each, backward=backward, buckets=tuple(buckets)))
     return replace(script, backwards=tuple(backwards))
@@ -232,7 +232,7 @@ def next_forward(script: ReplayScript) -> ReplayScript:
     """Half of what is communicated goes behind the next forward; a layer waits for what it needs."""
     backwards = []
     for number, each in enumerate(script.backwards):
-        halves = tuple(replace(bucket, wire=bucket.wire / 2) for bucket in each.buckets)
+        halves = tuple(replace(bucket, seconds=bucket.seconds / 2) for bucket in each.buckets)
         seconds = tuple(_awaited(spent, each) for spent in each.seconds) if number == 0 else each.seconds
         backwards.append(replace(each, seconds=seconds, buckets=halves))
     rest = tuple({**spent, "optimizer": spent.get("optimizer", 0.0) / len(script.rest)} for spent in script.rest)
@@ -246,7 +246,7 @@ def _awaited(spent: Spent, backward: ReplayedBackward) -> Spent:
     total = sum(bucket.nbytes for bucket in backward.buckets) or 1
     arrived, now = 0.0, before
     for bucket in reversed(backward.buckets):
-        arrived += bucket.wire / 2
+        arrived += bucket.seconds / 2
         now = max(now, arrived) + forward * bucket.nbytes / total
     return {**spent, "forward": max(forward, now - before)}
 
@@ -269,7 +269,7 @@ class Regrouped:
 
 
 def regroup(timeline: MergedRecording, cap: int) -> tuple[Regrouped, ...]:
-    """The buckets that a cap of so many bytes makes."""
+    """The buckets that a cap of ``cap`` bytes makes."""
     parameters = _parameters(timeline)
     specs = [
         ParameterSpec(name=str(n), shape=(each.nbytes,), stride=(1,), dtype=torch.uint8, device=torch.device("cpu"))
@@ -318,7 +318,7 @@ def _changed(backward: ReplayedBackward, layout: Sequence[Regrouped], link: Buck
                 for before, start, ratio in zip(starts[each.source], starts[each.source + 1], ratios, strict=True)
             ),
             at_end=False,
-            wire=link.seconds(each.nbytes),
+            seconds=link.seconds(each.nbytes),
         )
         for each in layout
     ]

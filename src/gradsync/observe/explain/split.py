@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from gradsync.observe.charts.numbers import count, duration
-from gradsync.observe.explain.merging import WARM_UP, MergedRecording, MergedStep, OnWire
+from gradsync.observe.explain.merging import WARM_UP, MergedCollective, MergedRecording, MergedStep
 from gradsync.observe.recording.files import Step, Synchronization
 
 __all__ = [
@@ -63,11 +63,11 @@ class Parts:
     waiting
         for the rank that started a bucket last, after this one's backward had ended
     turn
-        all had come, and the last bucket waited for its turn: the wire was busy with those before it
+        all had come, and the last bucket waited for its turn: the link was busy with those before it
     exposed
-        the wire carried the last bucket, or parameters that a forward waited for, and this rank had nothing to compute
+        the link carried the last bucket, or parameters that a forward waited for, and this rank had nothing to compute
     hidden
-        the wire carried something while this rank computed
+        the link carried something while this rank computed
     """
 
     data: float = 0.0
@@ -95,8 +95,8 @@ PARTS = tuple(field.name for field in fields(Parts) if field.name != "hidden")
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSplit:
-    """One bucket of the layout, on average. ``ready`` and ``start`` are seconds after its backward began, ``wire`` is
-    how long the wire was busy with it, ``hidden`` how much of that the mean rank computed, ``last`` who started it last
+    """One bucket of the layout, on average. ``ready`` and ``start`` are seconds after its backward began, ``seconds``
+    how long the link was busy with it, ``hidden`` how much of that the mean rank computed, ``last`` who started it last
     how often."""
 
     index: int
@@ -104,7 +104,7 @@ class BucketSplit:
     parameters: tuple[str, ...]
     ready: float
     start: float
-    wire: float
+    seconds: float
     hidden: float
     last: dict[int, int]
 
@@ -136,7 +136,7 @@ def split(timeline: MergedRecording) -> Split:
             parts.append(_parts(step, place, waited_for))
         if len(timeline.members) > 1:
             # A step may have several synchronizations, each with a last rank of its own.
-            last.update({wires[-1].last for wires in step.wires if wires})
+            last.update({each[-1].last for each in step.collectives if each})
     count, size = len(timeline.steps), len(timeline.members)
     ranks = {rank: _mean(parts) for rank, parts in zip(timeline.members, each_rank, strict=True)}
     steps = [step for merged in timeline.steps for step in merged.ranks]
@@ -173,42 +173,42 @@ def _parts(merged: MergedStep, place: int, waited_for: defaultdict[int, float]) 
     # Of synchronizations that not all ranks have, nothing more is known.
     exposed = step.spent("gather") + step.spent("synchronization")
     waiting = turn = hidden = 0.0
-    for wires, part in zip(merged.wires, step.synchronizations, strict=False):
-        told = _exposure(wires, part, place, waited_for)
-        waiting += told["waiting"]
-        turn += told["turn"]
-        hidden += told["hidden"]
-        spent["other"] += told["other"]
-        exposed -= told["waiting"] + told["turn"] + told["other"]
+    for collectives, part in zip(merged.collectives, step.synchronizations, strict=False):
+        parts = _exposure(collectives, part, place, waited_for)
+        waiting += parts["waiting"]
+        turn += parts["turn"]
+        hidden += parts["hidden"]
+        spent["other"] += parts["other"]
+        exposed -= parts["waiting"] + parts["turn"] + parts["other"]
     return Parts(**spent, waiting=waiting, turn=turn, exposed=max(0.0, exposed), hidden=hidden)
 
 
 def _exposure(
-    wires: Sequence[OnWire], part: Synchronization, place: int, waited_for: defaultdict[int, float]
+    collectives: Sequence[MergedCollective], part: Synchronization, place: int, waited_for: defaultdict[int, float]
 ) -> dict[str, float]:
-    """What lies between the end of this rank's backward and its last mean, told apart.
+    """What lies between the end of this rank's backward and its last mean, by cause.
 
-    The last bucket starts where a backward has ended. Until the last rank has come there, nothing that the wire could
-    do would help: ranks wait for it. From then on they wait for the wire.
+    The last bucket starts where a backward has ended. Until the last rank has come there, nothing that the link could
+    do would help: ranks wait for that rank. From then on they wait for communication.
     """
-    told = dict.fromkeys(("waiting", "turn", "hidden", "other"), 0.0)
+    parts = dict.fromkeys(("waiting", "turn", "hidden", "other"), 0.0)
     since, until = part.backward_end, part.finished
-    if not wires:
-        return told
-    final = wires[-1]
+    if not collectives:
+        return parts
+    final = collectives[-1]
     come = min(max(since, final.begin), until)
     # Its own last to come is a rank that starts what is left: that is the engine's work.
-    told["waiting" if final.last != place else "other"] += come - since
+    parts["waiting" if final.last != place else "other"] += come - since
     if final.last != place:
         waited_for[final.last] += come - since
-    for wire in wires:
-        begin, end = max(wire.begin, wire.free[place]), wire.ends[place]
-        if wire is not final:
-            told["turn"] += _overlap((begin, end), (come, until))
-        told["hidden"] += max(0.0, min(end, since) - begin)
+    for each in collectives:
+        begin, end = max(each.begin, each.free[place]), each.ends[place]
+        if each is not final:
+            parts["turn"] += _overlap((begin, end), (come, until))
+        parts["hidden"] += max(0.0, min(end, since) - begin)
     # Ends are seen by threads, at times the last one first: what came before it still had its turn.
-    told["other"] += max(0.0, until - max(come, final.free[place], final.ends[place]))
-    return told
+    parts["other"] += max(0.0, until - max(come, final.free[place], final.ends[place]))
+    return parts
 
 
 def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
@@ -217,15 +217,15 @@ def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
 
 def _buckets(timeline: MergedRecording) -> Iterable[BucketSplit]:
     """Of the last synchronization of every step, in the layout that they have."""
-    seen: dict[int, list[tuple[MergedStep, OnWire]]] = {}
+    seen: dict[int, list[tuple[MergedStep, MergedCollective]]] = {}
     for step in timeline.steps:
-        for wire in step.wires[-1] if step.wires else ():
-            seen.setdefault(wire.index, []).append((step, wire))
+        for collective in step.collectives[-1] if step.collectives else ():
+            seen.setdefault(collective.index, []).append((step, collective))
     for index, pairs in sorted(seen.items()):
         if index >= len(timeline.layout):
             continue
         places = range(len(timeline.members))
-        each = [(step.ranks[place], wire, place) for step, wire in pairs for place in places]
+        each = [(step.ranks[place], collective, place) for step, collective in pairs for place in places]
         plan = timeline.layout[index]
         yield BucketSplit(
             index=index,
@@ -233,15 +233,15 @@ def _buckets(timeline: MergedRecording) -> Iterable[BucketSplit]:
             parameters=plan.parameters,
             ready=statistics.fmean(_since_backward(step, index, "ready") for step, _, _ in each),
             start=statistics.fmean(_since_backward(step, index, "start") for step, _, _ in each),
-            wire=statistics.fmean(wire.seconds(place) for _, wire, place in each),
+            seconds=statistics.fmean(collective.seconds(place) for _, collective, place in each),
             hidden=statistics.fmean(
                 _overlap(
-                    (max(wire.begin, wire.free[place]), wire.ends[place]),
+                    (max(collective.begin, collective.free[place]), collective.ends[place]),
                     (float("-inf"), step.synchronizations[-1].backward_end),
                 )
-                for step, wire, place in each
+                for step, collective, place in each
             ),
-            last=dict(Counter(timeline.members[wire.last] for _, wire in pairs)),
+            last=dict(Counter(timeline.members[collective.last] for _, collective in pairs)),
         )
 
 

@@ -16,18 +16,19 @@ from typing import Any
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import from_json, whole_file
+from gradsync.observe.explain.link import fit_line
 from gradsync.observe.explain.merging import merge
 from gradsync.observe.explain.split import find_stragglers, split
 from gradsync.observe.plan.network import REDUCTIONS, Link, Operation, ReductionCost, Schedule, Topology, Transport, Way
 from gradsync.observe.plan.profile import BucketProfile, Jitter, StepProfile
 from gradsync.observe.recording import Header, Recording, Step, read_recordings
 
-__all__ = ["Calibration", "Reading", "fit_wire", "no_link", "recorded", "slow_for_good"]
+__all__ = ["Calibration", "Reading", "fit_transport", "no_link", "recorded", "slow_for_good"]
 
 FORMAT = 1
 # A start is assumed to be as long as a step, with the weight of this many measured operations.
 BELIEF = 0.5
-# Messages that take so many times as long as the smallest tell of the bandwidth; at least these many of the largest.
+# Messages that take BYTES_COUNT times as long as the smallest show the bandwidth; at least FEWEST of the largest.
 BYTES_COUNT, FEWEST = 10, 3
 # A burst that is less of the largest message is noise.
 LEAST_BURST = 0.01
@@ -63,10 +64,10 @@ class Reading:
         return self.rounds * (self.ranks - 1 if self.way == "ring" else 1)
 
 
-def fit_wire(readings: Sequence[Reading], *, in_flight: int = 1, hidden: float = 1.0) -> Transport:
-    """A wire whose collectives take as long as the ``readings``, which are of one number of ranks."""
+def fit_transport(readings: Sequence[Reading], *, in_flight: int = 1, hidden: float = 1.0) -> Transport:
+    """A transport whose collectives take as long as the ``readings``, which are of one number of ranks."""
     if not readings:
-        raise ConfigurationError("a wire is fitted to readings of at least one collective, got none")
+        raise ConfigurationError("a transport is fitted to readings of at least one collective, got none")
     largest = [each for each in readings if each.operation == "all_reduce"] or list(readings)
     bandwidth, burst = _fit_link(largest)
     fits = {
@@ -74,16 +75,16 @@ def fit_wire(readings: Sequence[Reading], *, in_flight: int = 1, hidden: float =
         for key in dict.fromkeys((each.operation, each.way) for each in readings)
     }
     ranks = readings[0].ranks
-    wires: dict[tuple[Operation, Way], Transport] = {}
+    made: dict[tuple[Operation, Way], Transport] = {}
     for way in dict.fromkeys(each.way for each in readings):
         steps = {key: next(r for r in readings if (r.operation, r.way) == key).steps for key in fits if key[1] == way}
         start, latency = _split([(count, fits[key]) for key, count in steps.items()])
         link = Link(latency=latency, bandwidth=bandwidth, burst=burst)
         topology = Topology(ranks=ranks, between=link, ranks_per_host=ranks if way == "shared" else 1)
-        made = Transport(topology=topology, way=way, start=start, in_flight=in_flight, hidden=hidden)
-        wires |= dict.fromkeys(steps, made)
-    main = wires.get(("all_reduce", "ring")) or wires[next(iter(wires))]
-    others = {operation: wire for (operation, way), wire in wires.items() if way != main.way}
+        transport = Transport(topology=topology, way=way, start=start, in_flight=in_flight, hidden=hidden)
+        made |= dict.fromkeys(steps, transport)
+    main = made.get(("all_reduce", "ring")) or made[next(iter(made))]
+    others = {operation: each for (operation, way), each in made.items() if way != main.way}
     return replace(main, others={key: each for key, each in others.items() if key != "all_reduce"})
 
 
@@ -96,21 +97,13 @@ def _fit_link(readings: Sequence[Reading]) -> tuple[float, float]:
         large = ordered[-FEWEST:]
     if large[0].through == large[-1].through:
         return max(ordered[-1].through / ordered[-1].seconds, 1.0), 0.0
-    slope, x, y = _line(large)
+    # Each reading counts by its share of its time.
+    slope, x, y = fit_line([(each.through, each.seconds, 1 / each.seconds**2) for each in large])
     if slope <= 0:
         # Noise has it that more bytes take no longer: the largest alone tells.
         return ordered[-1].through / ordered[-1].seconds, 0.0
     burst = (least.seconds - (y - slope * x)) / slope
     return 1 / slope, burst if burst > LEAST_BURST * ordered[-1].through else 0.0
-
-
-def _line(readings: Sequence[Reading]) -> tuple[float, float, float]:
-    """Seconds a byte, and the point in the middle; each reading counts by its share of its time."""
-    rows = [(each.through, each.seconds, 1 / each.seconds**2) for each in readings]
-    weight = sum(w for _, _, w in rows)
-    x, y = (sum(row[i] * row[2] for row in rows) / weight for i in (0, 1))
-    spread = sum(w * (q - x) ** 2 for q, _, w in rows)
-    return sum(w * (q - x) * (t - y) for q, t, w in rows) / spread, x, y
 
 
 def _fit_latency(readings: Iterable[Reading], bandwidth: float, burst: float) -> float:
@@ -153,14 +146,14 @@ def slow_for_good(rank: int, words: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What a plan is made from: the step of a rank, the wire, what codings cost; and on what that was measured.
+    """What a plan is made from: the step of a rank, the transport, what codings cost; and on what that was measured.
 
     ``link`` is the rate in bytes a second that the measured link was said to have: another one is planned for in
     proportion. ``facts`` say in words where the numbers are from, ``warnings`` why not to rely on them.
     """
 
     profile: StepProfile
-    wire: Transport
+    transport: Transport
     jitter: Jitter = field(default_factory=Jitter)
     reductions: Mapping[str, ReductionCost] = field(default_factory=lambda: dict(REDUCTIONS))
     host: float = 0.0
@@ -185,15 +178,15 @@ class Calibration:
 
     def over(self, rate: float) -> "Calibration":
         """The same over a link of another ``rate``: as much of it is used as of the one that was measured."""
-        between = self.wire.topology.between
+        between = self.transport.topology.between
         efficiency = between.bandwidth / self.link if self.link else 1.0
-        wire = self.wire.over(replace(between, bandwidth=rate * min(efficiency, 1.0)))
-        if wire.way == "shared":
+        transport = self.transport.over(replace(between, bandwidth=rate * min(efficiency, 1.0)))
+        if transport.way == "shared":
             # There is no memory between hosts: sockets, with a latency that was not measured.
-            apart = replace(wire.topology, ranks_per_host=1, between=Link(latency=SOCKETS, bandwidth=rate))
-            wire = replace(wire, way="ring", topology=apart, start=SOCKETS)
+            apart = replace(transport.topology, ranks_per_host=1, between=Link(latency=SOCKETS, bandwidth=rate))
+            transport = replace(transport, way="ring", topology=apart, start=SOCKETS)
         # What was measured inside of one machine took its cores; a link between machines works by itself.
-        return replace(self, wire=wire if self.link else replace(wire, hidden=1.0), link=rate)
+        return replace(self, transport=transport if self.link else replace(transport, hidden=1.0), link=rate)
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -211,6 +204,9 @@ class Calibration:
             raise ConfigurationError(
                 f"{path} is no calibration of format {FORMAT}. Measure again with: gradsync plan --measure {path}"
             )
+        if "wire" in data:
+            # Its name in files of earlier versions.
+            data["transport"] = data.pop("wire")
         try:
             return from_json(cls, data)
         except ValueError as error:
@@ -231,27 +227,27 @@ def recorded(folder: Path) -> Calibration:
     # The middle one of the ranks: who differs from it for good is jitter to a plan.
     middle = sorted(profiles, key=lambda each: each.compute)[len(profiles) // 2]
     header = ranks[0].header
-    wire = _wire(header)
+    transport = _transport(header)
     return Calibration(
         profile=middle,
-        wire=wire,
+        transport=transport,
         jitter=Jitter.between(_compute_seconds(ranks)),
         facts={
             "recording": f"{header.name or 'a model'} on {header.world_size} ranks",
-            "wire": header.communicator,
+            "transport": header.communicator,
         },
-        warnings=tuple(_warnings(ranks, wire)),
+        warnings=tuple(_warnings(ranks, transport)),
     )
 
 
-def _warnings(ranks: Sequence[Recording], wire: Transport) -> Iterator[str]:
+def _warnings(ranks: Sequence[Recording], transport: Transport) -> Iterator[str]:
     """Follows the verdict of ``gradsync explain``: a rank that others wait for there is a straggler here."""
     timeline = merge(ranks)
     for straggler in find_stragglers(timeline, split(timeline)):
         yield slow_for_good(straggler.rank, str(straggler))
     hosts = {rank.header.identity for rank in ranks}
-    if wire.way == "shared" or (len(hosts) == 1 and hosts != {""}):
-        yield no_link(wire.way, len(ranks))
+    if transport.way == "shared" or (len(hosts) == 1 and hosts != {""}):
+        yield no_link(transport.way, len(ranks))
 
 
 def _usable(rank: Recording) -> list[Step]:
@@ -320,13 +316,13 @@ def _compute_seconds(ranks: Sequence[Recording]) -> list[list[float]]:
     return [[row[number] for number in common] for row in rows]
 
 
-def _wire(header: Header) -> Transport:
+def _transport(header: Header) -> Transport:
     """As an all-reduce was measured when the model was wrapped."""
     ranks = header.world_size
     if header.link is None or ranks == 1:
         raise ConfigurationError(
-            f"the recording, of {ranks} ranks, does not say what an all-reduce costs, so there is nothing to plan a "
-            "wire by. Record at least two ranks that choose their bucket sizes, or: gradsync plan --measure plan.json"
+            f"the recording, of {ranks} ranks, does not say what an all-reduce costs, so there is nothing to plan "
+            "with. Record at least two ranks that choose their bucket sizes, or: gradsync plan --measure plan.json"
         )
     latency, per_byte = header.link
     way: Way = next((way for word, way in WAYS.items() if word in header.communicator), "ring")

@@ -8,6 +8,7 @@ its two moments.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -65,10 +66,8 @@ def published(machine: str, model: str, *, batch: int | None = None) -> Calibrat
         inside=None if inside is None else Link(latency=inside["latency"], bandwidth=inside["bandwidth"]),
     )
     return Calibration(
-        profile=StepProfile(
-            forward=profile.forward, backward=profile.backward, optimizer=optimizer, buckets=profile.buckets
-        ),
-        wire=Transport(topology=topology, way=host["way"], start=float(host["start"])),
+        profile=replace(profile, optimizer=optimizer),
+        transport=Transport(topology=topology, way=host["way"], start=float(host["start"])),
         jitter=Jitter(sigma=float(host["jitter"])),
         host=HOST_SECONDS,
         link=float(host["between"]["bandwidth"]),

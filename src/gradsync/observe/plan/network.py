@@ -150,8 +150,8 @@ class Transport:
     def __post_init__(self) -> None:
         if self.in_flight < 1 or not 0 < self.hidden <= 1 or min(self.start, self.message, self.per_byte) < 0:
             raise ConfigurationError(
-                "a wire has at least 1 collective in flight, hides a share in (0, 1], and has costs of 0 or more; got "
-                f"in_flight={self.in_flight}, hidden={self.hidden}, start={self.start}, message={self.message}, "
+                "a transport has at least 1 collective in flight, hides a share in (0, 1], and has costs of 0 or more; "
+                f"got in_flight={self.in_flight}, hidden={self.hidden}, start={self.start}, message={self.message}, "
                 f"per_byte={self.per_byte}"
             )
         if self.way == "shared" and self.topology.hosts > 1:
@@ -164,13 +164,13 @@ class Transport:
         return self.topology.ranks
 
     def among(self, ranks: int) -> "Transport":
-        """The same wire among so many ranks."""
+        """The same transport among ``ranks``."""
         # What shares memory is on one host, however many there are.
         local = max(ranks, self.topology.ranks_per_host) if self.way == "shared" else self.topology.ranks_per_host
         return self._on(replace(self.topology, ranks=ranks, ranks_per_host=local))
 
     def over(self, between: Link) -> "Transport":
-        """The same wire over other links between hosts."""
+        """The same transport over other links between hosts."""
         return self._on(replace(self.topology, between=between))
 
     def _on(self, topology: Topology) -> "Transport":
@@ -277,7 +277,7 @@ class ReductionCost:
     """A way to reduce a bucket of n bytes: collectives on ``share`` · n bytes, one after the other.
 
     ``encode`` are seconds a byte that the thread of backward spends before them, ``decode`` seconds a byte between and
-    after them, in which the wire does nothing for this bucket.
+    after them, in which nothing is sent for this bucket.
     """
 
     name: str

@@ -2,17 +2,16 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.core.bucket.layout import BucketCaps
 from gradsync.observe.charts.numbers import compact, count
 from gradsync.observe.plan.calibration import Calibration
 from gradsync.observe.plan.network import Overlap
 from gradsync.observe.plan.simulator import SimulatedStep, simulate
 
-__all__ = ["Prediction", "Setting", "best_setting", "extrapolation", "predict", "rate_for", "settle"]
+__all__ = ["Prediction", "Setting", "best_setting", "extrapolation", "fit_own_seconds", "predict", "rate_for"]
 
 MIB = 1024 * 1024
 CHANCES = (0.05, 0.5, 0.95)
@@ -20,7 +19,7 @@ CHANCES = (0.05, 0.5, 0.95)
 # ten times as many ranks, or as fast or slow a link.
 MEASURED, PUBLISHED, EACH_TENFOLD = 0.05, 0.15, 0.5
 # Seconds of a rank's own are looked for up to this share of a step, and to a part of that for each bucket.
-MOST_OF_ITS_OWN, EACH_BUCKET, SETTLING = 0.05, 16, 7
+MOST_OF_ITS_OWN, EACH_BUCKET, HALVINGS = 0.05, 16, 7
 BUCKET_SIZES_MB = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 
 
@@ -93,14 +92,14 @@ def _simulated(calibration: Calibration, setting: Setting, chance: float = CHANC
     cap = whole if setting.bucket_mb is None else max(1, int(setting.bucket_mb * MIB))
     slowest = here.jitter.quantile(chance, setting.ranks)
     return simulate(
-        profile.in_buckets(BucketCaps.uniform(cap)).slowed(slowest),
-        here.wire.among(setting.ranks),
+        profile.in_buckets(cap).slowed(slowest),
+        here.transport.among(setting.ranks),
         here.schedule(setting.overlap, setting.reduction),
     )
 
 
 def _tenfolds(calibration: Calibration, setting: Setting) -> float:
-    ranks = math.log10(max(setting.ranks / calibration.wire.ranks, 1.0))
+    ranks = math.log10(max(setting.ranks / calibration.transport.ranks, 1.0))
     link = abs(math.log10(setting.rate / calibration.link)) if setting.rate and calibration.link else 0.0
     return ranks + link
 
@@ -108,7 +107,7 @@ def _tenfolds(calibration: Calibration, setting: Setting) -> float:
 def extrapolation(calibration: Calibration, setting: Setting) -> str:
     """How far a setting lies from what was measured, in words; nothing if it does not."""
     words = []
-    measured = calibration.wire.ranks
+    measured = calibration.transport.ranks
     if setting.ranks > measured:
         words.append(f"{compact(setting.ranks / measured)} times the {count(measured, 'rank')} it is calibrated on")
     if setting.rate and calibration.link and not math.isclose(setting.rate, calibration.link, rel_tol=0.01):
@@ -147,9 +146,9 @@ def best_setting(
     return predict(calibration, min(settings, key=lambda each: _simulated(calibration, each).step / each.micro_batches))
 
 
-def settle(calibration: Calibration, measured: Sequence[tuple[Setting, float]]) -> Calibration:
+def fit_own_seconds(calibration: Calibration, measured: Sequence[tuple[Setting, float]]) -> Calibration:
     """With the ``fixed`` and ``host`` seconds of ranks that come closest to whole steps that were ``measured``: what
-    lies between a model and a wire that were measured by themselves."""
+    lies between a model and a link that were measured by themselves."""
     compute = calibration.profile.compute
 
     def wrong(fixed: float, host: float) -> float:
@@ -158,7 +157,7 @@ def settle(calibration: Calibration, measured: Sequence[tuple[Setting, float]]) 
 
     best = (0.0, 0.0)
     reach = MOST_OF_ITS_OWN * compute
-    for _ in range(SETTLING):
+    for _ in range(HALVINGS):
         around = [
             (max(0.0, best[0] + shift * reach), max(0.0, best[1] + other * reach / EACH_BUCKET))
             for shift, other in itertools.product((-1, 0, 1), repeat=2)
@@ -168,8 +167,9 @@ def settle(calibration: Calibration, measured: Sequence[tuple[Setting, float]]) 
 
 
 def rate_for(calibration: Calibration, setting: Setting, loss: float) -> float | None:
-    """Bytes a second a link must have so that a step takes at most ``loss`` (0.05 for 5 %) longer than without a wire;
-    None if no link is fast enough, since latency alone takes more, and 0 if any is: ranks of one host use none."""
+    """Bytes a second a link must have so that a step takes at most ``loss`` (0.05 for 5 %) longer than without
+    communication; None if no link is fast enough, since latency alone takes more, and 0 if any is: ranks of one host
+    use none."""
     profile = calibration.profile.accumulating(setting.micro_batches)
     jitter = calibration.jitter.quantile(CHANCES[1], setting.ranks)
     bound = profile.slowed(jitter).compute * (1 + loss)
@@ -177,10 +177,7 @@ def rate_for(calibration: Calibration, setting: Setting, loss: float) -> float |
     def fits(rate: float) -> bool:
         return _simulated(calibration, replace(setting, rate=rate)).step <= bound
 
-    return _smallest(fits, low=1e5, high=1e13)
-
-
-def _smallest(fits: Callable[[float], bool], *, low: float, high: float) -> float | None:
+    low, high = 1e5, 1e13
     if not fits(high):
         return None
     if fits(low):

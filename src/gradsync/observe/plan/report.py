@@ -28,7 +28,7 @@ BANDS = {
     "backward": "backward",
     "optimizer": "optimizer",
     "waits for the slowest": "waiting",
-    "exposed wire": "exposed",
+    "exposed communication": "exposed",
 }
 WIDE = 0.72
 

@@ -1,4 +1,4 @@
-"""Simulates a step: ranks that compute, start buckets in order and wait for them, over one wire.
+"""Simulates a step: ranks that compute, start buckets in order and wait for them, over one link.
 
 ::
 
@@ -6,7 +6,7 @@
     next forward      forward, which waits for │  each bucket's gather │ backward with reduce-scatters │ optimizer
 
 Buckets are started as the engine does: in one order, when they are full and their turn has come, the last one when
-backward has ended. A collective begins when the last rank has started it and the wire is free. A few steps are
+backward has ended. A collective begins when the last rank has started it and the link is free. A few steps are
 simulated, until they repeat; identical ranks are simulated once.
 """
 
@@ -17,9 +17,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.observe.plan.event_loop import Core, EventLoop, SharedLink, Traffic, Transfer, TransferPhase
-from gradsync.observe.plan.network import Operation, Schedule, Transport
-from gradsync.observe.plan.profile import StepProfile
+from gradsync.observe.plan.event_loop import Core, EventLoop, SharedLink, Transfer
+from gradsync.observe.plan.network import Cost, Operation, Schedule, Transport
+from gradsync.observe.plan.profile import BucketProfile, StepProfile
 
 __all__ = ["SimulatedBucket", "SimulatedStep", "StepParts", "simulate"]
 
@@ -27,12 +27,12 @@ __all__ = ["SimulatedBucket", "SimulatedStep", "StepParts", "simulate"]
 WARM_UP = {"backward": 1, "none": 1, "next-forward": 4}
 COUNTED = {"backward": 2, "none": 2, "next-forward": 4}
 # Control flags, where reductions do not carry them.
-TAIL_BYTES = 1024
+CONTROL_BYTES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedBucket:
-    """In seconds since the step began: full on the last rank, on the wire, reduced; and, where new parameters are
+    """Seconds since the step began: full on the last rank, its collective begun, reduced; and, where new parameters are
     gathered, when those of this bucket had arrived."""
 
     index: int
@@ -47,8 +47,8 @@ class SimulatedBucket:
 class StepParts:
     """Where the time of one rank went, in seconds. All but ``hidden`` add up to the step.
 
-    ``waiting`` is time in which this rank was done and the wire had nothing to do, since another rank was not;
-    ``exposed`` time in which it waited for the wire; ``hidden`` time in which the wire worked behind its compute.
+    ``waiting`` is time in which this rank was done and the link had nothing to do, since another rank was not;
+    ``exposed`` is communication that this rank waited for, ``hidden`` communication behind its compute.
     """
 
     data: float
@@ -84,15 +84,15 @@ class SimulatedStep:
 
 
 def simulate(
-    profiles: StepProfile | Sequence[StepProfile], wire: Transport, schedule: Schedule | None = None
+    profiles: StepProfile | Sequence[StepProfile], transport: Transport, schedule: Schedule | None = None
 ) -> SimulatedStep:
-    """A step of the ranks of ``wire``: all alike, or with a profile for each of those that differ.
+    """A step of the ranks of ``transport``: all alike, or with a profile for each of those that differ.
 
     Profiles must agree on their buckets. What costs time is how many profiles there are, not how many ranks.
     """
     given = [profiles] if isinstance(profiles, StepProfile) else list(profiles)
-    if not given or len(given) > wire.ranks:
-        raise ConfigurationError(f"expected one profile for all ranks, or up to {wire.ranks}; got {len(given)}")
+    if not given or len(given) > transport.ranks:
+        raise ConfigurationError(f"expected one profile for all ranks, or up to {transport.ranks}; got {len(given)}")
     sizes = [tuple(bucket.nbytes for bucket in profile.buckets) for profile in given]
     if len(set(sizes)) > 1:
         raise ConfigurationError(
@@ -100,12 +100,13 @@ def simulate(
             f"{' and '.join(sorted({str(len(each)) for each in sizes}))} buckets, or other sizes"
         )
     different = list(dict.fromkeys(given))
-    run = _Run(different, wire, schedule or Schedule())
+    run = _Run(different, transport, schedule or Schedule())
     parts = dict(zip(different, run.parts(), strict=True))
     return SimulatedStep(step=run.step, ranks=tuple(parts[each] for each in given), buckets=run.buckets())
 
 
-Wait = float | Transfer
+# What a rank does next: the part of the step, and seconds of work or a transfer to wait for.
+Work = Generator[tuple[str, float | Transfer], None, None]
 
 
 class _Rank:
@@ -114,7 +115,7 @@ class _Rank:
     def __init__(self, profile: StepProfile, loop: EventLoop, core: Core) -> None:
         self.profile, self._loop, self._core = profile, loop, core
         self.began: list[float] = []
-        # By step: seconds by name, and waits for the wire as intervals.
+        # By step: seconds by name, and waits for communication as intervals.
         self.spent: list[dict[str, float]] = []
         self.waits: list[list[tuple[float, float]]] = []
 
@@ -123,159 +124,135 @@ class _Rank:
         self.spent.append(dict.fromkeys(("data", "forward", "backward", "optimizer", "host"), 0.0))
         self.waits.append([])
 
-    def follow(self, work: Generator[tuple[str, Wait], None, None]) -> None:
-        """Do what ``work`` says, one after the other."""
-        item = next(work, None)
-        if item is None:
-            return
-        part, wait = item
+    def follow(self, work: Work) -> None:
+        """Do what ``work`` yields, one after the other."""
+        part, wait = next(work, ("", None))
         since = self._loop.now
 
-        def go_on() -> None:
-            if isinstance(wait, Transfer):
-                if self._loop.now > since:
-                    self.waits[-1].append((since, self._loop.now))
-            else:
-                self.spent[-1][part] += self._loop.now - since
+        def waited() -> None:
+            if self._loop.now > since:
+                self.waits[-1].append((since, self._loop.now))
+            self.follow(work)
+
+        def computed() -> None:
+            self.spent[-1][part] += self._loop.now - since
             self.follow(work)
 
         if isinstance(wait, Transfer):
             # From the clock, not from within: many waits in a row must not become many calls in each other.
-            wait.when_done(lambda: self._loop.after(0.0, go_on))
-        else:
-            self._core.compute(wait, go_on)
+            wait.when_done(lambda: self._loop.after(0.0, waited))
+        elif wait is not None:
+            self._core.compute(wait, computed)
 
 
 class _Run:
     """One simulation."""
 
-    def __init__(self, profiles: Sequence[StepProfile], wire: Transport, schedule: Schedule) -> None:
-        self._wire, self._schedule = wire, schedule
-        # Asked for the same sizes in every step.
-        self._cost = functools.cache(wire.cost)
+    def __init__(self, profiles: Sequence[StepProfile], transport: Transport, schedule: Schedule) -> None:
+        self._transport, self._schedule = transport, schedule
+        self._sharded = schedule.overlap == "next-forward"
         self._warm_up, self._counted = WARM_UP[schedule.overlap], COUNTED[schedule.overlap]
-        loop = EventLoop()
-        link = SharedLink(loop, wire.topology.between.burst)
-        self._traffic = Traffic(loop, link, wire.in_flight)
-        self._ranks = [_Rank(profile, loop, Core(loop, link, wire.hidden)) for profile in profiles]
+        self._loop = EventLoop()
+        self._link = SharedLink(self._loop, burst=transport.topology.between.burst, in_flight=transport.in_flight)
+        # Asked for the same sizes in every step.
+        self._cost = functools.cache(transport.cost)
+        self._ranks = [
+            _Rank(profile, self._loop, Core(self._loop, self._link, transport.hidden)) for profile in profiles
+        ]
+        # By step and bucket.
         self._reductions: dict[tuple[int, int], Transfer] = {}
         self._gathers: dict[tuple[int, int], Transfer] = {}
         self._ready: dict[tuple[int, int], float] = {}
-        self._loop = loop
         for rank in self._ranks:
-            rank.follow(self._life(rank))
-        loop.run()
-        self._active = _Active(self._traffic.active)
+            rank.follow(self._work_of(rank))
+        self._loop.run()
+        self._active = _Active(self._link.active)
 
-    # -- the life of a rank ----------------------------------------------------------------------------------------
+    # -- what a rank does ------------------------------------------------------------------------------------------
 
-    def _life(self, rank: _Rank) -> Generator[tuple[str, Wait], None, None]:
-        profile, sharded = rank.profile, self._schedule.overlap == "next-forward"
+    def _work_of(self, rank: _Rank) -> Work:
+        profile = rank.profile
         for number in range(self._warm_up + self._counted):
             rank.begin()
-            if sharded:
+            if self._sharded:
                 yield "data", profile.data
-                yield from self._awaiting_forward(rank, number - 1)
-            # With shards, all that was gathered has arrived in the first forward.
-            yield from self._accumulate(profile)
-            if not sharded:
+                yield from self._awaiting_forward(profile, number - 1)
+            # All micro-batches but the one that synchronizes. Nothing is in flight, so that their order does not
+            # matter: with shards, all that was gathered has arrived in the first forward.
+            more = profile.micro_batches - 1
+            if more:
+                yield "data", more * profile.data
+                yield "forward", more * profile.forward
+                yield "backward", more * profile.backward
+            if not self._sharded:
                 yield "data", profile.data
                 yield "forward", profile.forward
-            yield from self._backward(rank, number)
+            yield from self._backward(profile, number)
             for bucket in profile.buckets:
-                yield "wire", self._reductions[number, bucket.index]
-            if sharded:
-                yield from self._scattered_step(rank, number)
-            else:
-                yield "optimizer", profile.optimizer
+                yield "reduction", self._reductions[number, bucket.index]
+            # With shards, each rank updates its own, and all gather what they have, first what is needed first.
+            yield "optimizer", profile.optimizer / self._transport.ranks if self._sharded else profile.optimizer
+            for bucket in profile.buckets[::-1] if self._sharded else ():
+                self._join(self._gathers, (number, bucket.index), [("all_gather", bucket.nbytes)])
         rank.begin()
 
-    def _accumulate(self, profile: StepProfile) -> Generator[tuple[str, Wait], None, None]:
-        """All micro-batches but the one that synchronizes. The wire rests, so that their order does not matter."""
-        more = profile.micro_batches - 1
-        if more:
-            yield "data", more * profile.data
-            yield "forward", more * profile.forward
-            yield "backward", more * profile.backward
-
-    def _backward(self, rank: _Rank, number: int) -> Generator[tuple[str, Wait], None, None]:
+    def _backward(self, profile: StepProfile, number: int) -> Work:
         """The backward that synchronizes: what is ready is started, the last bucket at the end."""
-        profile, schedule = rank.profile, self._schedule
-        last = len(profile.buckets) - 1
-        computed = 0.0
-        overlapping = [] if schedule.overlap == "none" else profile.buckets[:last]
+        schedule, computed = self._schedule, 0.0
+        overlapping = () if schedule.overlap == "none" else profile.buckets[:-1]
         for bucket in overlapping:
             if bucket.ready > computed:
                 yield "backward", min(bucket.ready, profile.backward) - computed
                 computed = min(bucket.ready, profile.backward)
-            yield from self._reduce(rank, number, bucket.index, bucket.nbytes)
+            yield from self._reduce(profile, number, bucket)
         yield "backward", max(0.0, profile.backward - computed)
         if schedule.fixed:
             yield "host", schedule.fixed
         for bucket in profile.buckets[len(overlapping) :]:
-            yield from self._reduce(rank, number, bucket.index, bucket.nbytes)
+            yield from self._reduce(profile, number, bucket)
 
-    def _reduce(self, rank: _Rank, number: int, index: int, nbytes: int) -> Generator[tuple[str, Wait], None, None]:
-        reduction = self._schedule.reduction
-        self._ready[number, index] = max(self._ready.get((number, index), 0.0), self._loop.now)
-        own = self._schedule.host + reduction.encode * nbytes
+    def _reduce(self, profile: StepProfile, number: int, bucket: BucketProfile) -> Work:
+        key, reduction = (number, bucket.index), self._schedule.reduction
+        self._ready[key] = max(self._ready.get(key, 0.0), self._loop.now)
+        own = self._schedule.host + reduction.encode * bucket.nbytes
         if own:
             yield "host", own
-        transfer = self._reductions.get((number, index))
-        if transfer is None:
-            made = self._scatter if self._schedule.overlap == "next-forward" else self._all_reduce
-            transfer = self._reductions[number, index] = made(rank, nbytes, number, index)
-        self._traffic.join(transfer)
+        if not self._sharded:
+            sent = [(operation, bucket.nbytes * reduction.share) for operation in reduction.operations]
+            self._join(self._reductions, key, sent, decode=reduction.decode * bucket.nbytes / len(sent))
+            return
+        flags: list[tuple[Operation, float]] = [("all_reduce", CONTROL_BYTES)]
+        is_last = bucket.index == len(profile.buckets) - 1
+        self._join(self._reductions, key, [("reduce_scatter", bucket.nbytes), *(flags if is_last else [])])
 
-    def _awaiting_forward(self, rank: _Rank, before: int) -> Generator[tuple[str, Wait], None, None]:
+    def _awaiting_forward(self, profile: StepProfile, before: int) -> Work:
         """A forward whose layers wait for the parameters that the step ``before`` has made."""
-        profile = rank.profile
         computed = 0.0
-        for bucket in sorted(profile.buckets, key=lambda bucket: (bucket.need, -bucket.index)):
-            if before < 0:
-                break
+        awaited = sorted(profile.buckets, key=lambda bucket: (bucket.need, -bucket.index))
+        for bucket in awaited if before >= 0 else ():
             need = min(bucket.need, profile.forward)
             if need > computed:
                 yield "forward", need - computed
                 computed = need
-            yield "wire", self._gathers[before, bucket.index]
+            yield "gather", self._gathers[before, bucket.index]
             if self._schedule.gather_host:
                 yield "host", self._schedule.gather_host
         yield "forward", max(0.0, profile.forward - computed)
 
-    def _scattered_step(self, rank: _Rank, number: int) -> Generator[tuple[str, Wait], None, None]:
-        """Each rank updates its share, and all gather what they have, first what is needed first."""
-        profile = rank.profile
-        yield "optimizer", profile.optimizer / self._wire.ranks
-        for bucket in profile.buckets[::-1]:
-            transfer = self._gathers.get((number, bucket.index))
-            if transfer is None:
-                transfer = self._gathers[number, bucket.index] = self._gather(bucket.nbytes)
-            self._traffic.join(transfer)
-
-    # -- what goes over the wire -------------------------------------------------------------------------------------
-
-    def _all_reduce(self, rank: _Rank, nbytes: int, number: int, index: int) -> Transfer:
-        reduction = self._schedule.reduction
-        operations = reduction.operations
-        decode = reduction.decode * nbytes / len(operations)
-        phases = [
-            TransferPhase(before=decode if place else 0.0, cost=self._cost(operation, nbytes * reduction.share))
-            for place, operation in enumerate(operations)
-        ]
-        return Transfer(len(self._ranks), phases, after=decode)
-
-    def _scatter(self, rank: _Rank, nbytes: int, number: int, index: int) -> Transfer:
-        phases = [self._phase("reduce_scatter", nbytes)]
-        if index == len(rank.profile.buckets) - 1:
-            phases.append(self._phase("all_reduce", TAIL_BYTES))
-        return Transfer(len(self._ranks), phases)
-
-    def _gather(self, nbytes: int) -> Transfer:
-        return Transfer(len(self._ranks), [self._phase("all_gather", nbytes)])
-
-    def _phase(self, operation: Operation, nbytes: float) -> TransferPhase:
-        return TransferPhase(before=0.0, cost=self._cost(operation, nbytes))
+    def _join(
+        self,
+        transfers: dict[tuple[int, int], Transfer],
+        key: tuple[int, int],
+        sent: Sequence[tuple[Operation, float]],
+        decode: float = 0.0,
+    ) -> None:
+        """A rank starts these collectives, with ``decode`` seconds after each; the first rank creates the transfer."""
+        if key not in transfers:
+            phases: list[tuple[float, Cost]] = [
+                (decode if place else 0.0, self._cost(*each)) for place, each in enumerate(sent)
+            ]
+            transfers[key] = Transfer(len(self._ranks), phases, after=decode)
+        self._link.join(transfers[key])
 
     # -- what came of it ---------------------------------------------------------------------------------------------
 
@@ -287,6 +264,7 @@ class _Run:
         return (ends[1] - ends[0]) / self._counted
 
     def parts(self) -> list[StepParts]:
+        """Of each rank."""
         return [self._parts(rank) for rank in self._ranks]
 
     def _parts(self, rank: _Rank) -> StepParts:
@@ -313,14 +291,10 @@ class _Run:
                 ready=self._ready[number, bucket.index] - began,
                 start=_known(self._reductions[number, bucket.index].began_at) - began,
                 reduced=_known(self._reductions[number, bucket.index].done_at) - began,
-                gathered=self._gathered(number, bucket.index, began),
+                gathered=_known(self._gathers[number, bucket.index].done_at) - began if self._sharded else None,
             )
             for bucket in self._ranks[0].profile.buckets
         )
-
-    def _gathered(self, number: int, index: int, began: float) -> float | None:
-        gather = self._gathers.get((number, index))
-        return None if gather is None else _known(gather.done_at) - began
 
 
 def _known(moment: float | None) -> float:
@@ -329,7 +303,7 @@ def _known(moment: float | None) -> float:
 
 
 class _Active:
-    """When the wire was under way, to be asked for how long of a span."""
+    """When something was in flight, to be asked for how long of a span."""
 
     def __init__(self, spans: Sequence[tuple[float, float]]) -> None:
         self._begins, self._ends = [begin for begin, _ in spans], [end for _, end in spans]

@@ -44,7 +44,7 @@ ROUNDS, LEAST_ROUNDS, MOST_ROUNDS = 30, 5, 600
 
 
 def recorder_in(observer: Observer | None) -> Recorder | None:
-    """The user's own, wherever it stands."""
+    """The user's own recorder, alone or among several observers."""
     if isinstance(observer, Recorder):
         return observer
     among: Iterable[Observer] = observer.members if isinstance(observer, Observers) else ()
@@ -73,14 +73,14 @@ def described(recorder: Recorder | None) -> list[tuple[str, str]]:
 def attach_recorder(
     recorder: Recorder | None, synchronizer: Synchronizer, name: str, communicator: Communicator, *, meets: bool
 ) -> None:
-    """Have the recorder know whom it watches. Collective where it writes to a folder, if ranks may meet."""
+    """Attach the recorder to its model. Collective where it writes to a folder, if ranks may meet."""
     if recorder is None:
         return
     clock = align_clocks(communicator) if meets and recorder.folder is not None else Clock()
     try:
         recorder.attach(synchronizer, name, clock)
     except Exception:
-        LOGGER.exception("the recorder does not know the model, and records nothing")
+        LOGGER.exception("the recorder cannot be attached to the model, and records nothing")
 
 
 def clock_identity() -> str:
@@ -90,7 +90,7 @@ def clock_identity() -> str:
         # A container may have been given a clock of its own.
         return f"{boot} {Path('/proc/self/ns/time').readlink()}"
     except OSError:
-        # Not Linux: nothing is known, and everybody is measured.
+        # Not Linux: nothing is known, and every process is measured.
         return f"unknown {time.time_ns()}"
 
 
@@ -98,18 +98,18 @@ def align_clocks(communicator: Communicator) -> Clock:
     """This rank's clock against rank 0's. Collective."""
     if communicator.world_size == 1:
         return Clock(error=0.0)
-    told = gather_bytes(communicator, clock_identity().encode())
-    machines = list(dict.fromkeys(told))
+    identities = gather_bytes(communicator, clock_identity().encode())
+    machines = list(dict.fromkeys(identities))
     rounds = max(LEAST_ROUNDS, min(ROUNDS, MOST_ROUNDS // len(machines)))
     mine = Clock(error=0.0)
     for machine in machines[1:]:
-        # All take part in the rounds of every machine: on most wires that is how two ranks can talk.
-        measured = measure_offset(communicator, told.index(machine), rounds)
+        # All take part in the rounds of every machine: on most transports only that lets two ranks communicate.
+        measured = measure_offset(communicator, identities.index(machine), rounds)
         if measured is not None:
             mine = measured
         clocks = torch.tensor([mine.offset, mine.error or 0.0], dtype=torch.float64, device=communicator.device)
-        communicator.broadcast(clocks, told.index(machine)).wait()
-        if told[communicator.rank] == machine:
+        communicator.broadcast(clocks, identities.index(machine)).wait()
+        if identities[communicator.rank] == machine:
             offset, error = clocks.tolist()
             mine = Clock(offset=offset, error=error)
     return mine
@@ -118,16 +118,16 @@ def align_clocks(communicator: Communicator) -> Clock:
 def measure_offset(communicator: Communicator, peer: int, rounds: int = ROUNDS) -> Clock | None:
     """The offset of rank ``peer``'s clock from rank 0's; None on all other ranks. Collective."""
     best: Clock | None = None
-    word = torch.zeros(1, dtype=torch.float64, device=communicator.device)
+    message = torch.zeros(1, dtype=torch.float64, device=communicator.device)
     for _ in range(rounds):
         sent = time.perf_counter()
-        communicator.broadcast(word, peer).wait()
-        # On a GPU that waits for the word.
-        word.item()
+        communicator.broadcast(message, peer).wait()
+        # On a GPU that waits for the message.
+        message.item()
         if communicator.rank == 0:
-            word.fill_(time.perf_counter())
-        communicator.broadcast(word, 0).wait()
-        there = word.item()
+            message.fill_(time.perf_counter())
+        communicator.broadcast(message, 0).wait()
+        there = message.item()
         received = time.perf_counter()
         error = (received - sent) / 2
         if best is None or best.error is None or error < best.error:

@@ -86,9 +86,8 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedBucket:
-    """One bucket's walk. ``full`` is when its last chunk was, and began to land, ``ready`` when that was done,
-    ``reduced`` when the wire was done with it, ``finish`` when the engine had waited for it; None is what nobody told
-    of."""
+    """The times of one bucket. ``full`` is when its last chunk was, and its copy began, ``ready`` when that was done,
+    ``reduced`` when its collective was complete, ``finish`` when the engine had waited for it; None is unknown."""
 
     index: int
     ready: float | None = None
@@ -248,7 +247,7 @@ def end_line(total: int, *, ended: bool) -> str:
 
 
 def step_line(step: Step) -> str:
-    return _line({"kind": "step", **_told(step)})
+    return _line({"kind": "step", **_as_json(step)})
 
 
 def lines_of(recording: Recording) -> Iterator[str]:
@@ -269,17 +268,16 @@ def _line(content: dict[str, Any]) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def _told(value: Any) -> Any:
-    """Objects, and arrays for what there is much of. Times to the tenth of a microsecond, which is more than a clock is
-    worth."""
+def _as_json(value: Any) -> Any:
+    """Objects, and arrays for what there is much of. Times to a tenth of a microsecond: clocks are no better."""
     if isinstance(value, float):
         return round(value, 7)
     if isinstance(value, tuple):
-        return [_told(each) for each in value]
+        return [_as_json(each) for each in value]
     if isinstance(value, Span | RecordedBucket | GatherTimes):
-        return [_told(each) for each in vars(value).values()]
+        return [_as_json(each) for each in vars(value).values()]
     if is_dataclass(value):
-        return {name: _told(each) for name, each in vars(value).items()}
+        return {name: _as_json(each) for name, each in vars(value).items()}
     return value
 
 
@@ -311,17 +309,17 @@ def parse_recording(text: str, path: str) -> Recording:
 
 
 def _objects(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """What the lines say, with their numbers."""
+    """The object of each line, with its number."""
     for number, line in enumerate(text.splitlines(), start=1):
         if not line:
             continue
         try:
-            told = json.loads(line)
+            content = json.loads(line)
         except (ValueError, RecursionError):
             raise ValueError(f"line {number} is no JSON, or cut off") from None
-        if not isinstance(told, dict):
+        if not isinstance(content, dict):
             raise ValueError(f"line {number} is no object")
-        yield number, told
+        yield number, content
 
 
 def _assembled(objects: Iterator[tuple[int, dict[str, Any]]], path: str) -> Recording:
@@ -331,17 +329,17 @@ def _assembled(objects: Iterator[tuple[int, dict[str, Any]]], path: str) -> Reco
     if first.get("format") != FORMAT:
         raise ConfigurationError(
             f"{path} has format {first.get('format')}, and {FORMAT} is read here: read it with the gradsync that "
-            f"has written it{_version(first)}, or record anew"
+            f"has written it{_version(first)}, or record again"
         )
     header = from_json(Header, first)
     kinds: dict[str, type[Any]] = {"layout": _Layout, "step": Step, "end": _End}
     parts: dict[str, list[Any]] = {kind: [] for kind in kinds}
-    for number, told in objects:
-        kind = str(told.get("kind"))
+    for number, content in objects:
+        kind = str(content.get("kind"))
         if kind not in kinds:
             raise ValueError(f"line {number} is of no kind that is known: {kind}")
         try:
-            parts[kind].append(from_json(kinds[kind], told))
+            parts[kind].append(from_json(kinds[kind], content))
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
     return Recording(
@@ -369,7 +367,7 @@ def _version(first: dict[str, Any]) -> str:
 
 
 def _checked(recording: Recording) -> Recording:
-    """What types alone do not say."""
+    """Checks what types alone do not express."""
     header = recording.header
     if not 0 <= header.rank < header.world_size:
         raise ValueError(f"it is of rank {header.rank} of {header.world_size}")

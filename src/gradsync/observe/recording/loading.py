@@ -20,7 +20,7 @@ __all__ = ["LoadingListener", "listen", "loading"]
 
 
 class LoadingListener(Protocol):
-    """Hears when data is fetched, on the thread that fetches it."""
+    """Called when data is fetched, on the thread that fetches it."""
 
     def loading_began(self) -> None: ...
 
@@ -42,25 +42,25 @@ def loading() -> Iterator[None]:
 
     Not needed for a torch ``DataLoader``.
     """
-    told = [] if getattr(_inside, "yes", False) else [each for ref in _listeners if (each := ref()) is not None]
-    if not told:
-        # Nobody listens; or it is inside of another one, and the outermost tells.
+    listeners = [] if getattr(_inside, "yes", False) else [each for ref in _listeners if (each := ref()) is not None]
+    if not listeners:
+        # Nobody listens; or it is inside of another one, and the outermost reports.
         yield
         return
     _inside.yes = True
-    _tell([each.loading_began for each in told])
+    _call([each.loading_began for each in listeners])
     try:
         yield
     finally:
         _inside.yes = False
-        _tell([each.loading_ended for each in told])
+        _call([each.loading_ended for each in listeners])
 
 
-def _tell(hearers: Sequence[Callable[[], None]]) -> None:
+def _call(callbacks: Sequence[Callable[[], None]]) -> None:
     """Watching must not break a training: this runs inside of the user's loader."""
-    for hear in hearers:
+    for callback in callbacks:
         try:
-            hear()
+            callback()
         except Exception:
             LOGGER.exception("what was loaded when is not recorded any more")
             _forget()
@@ -76,7 +76,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def listen(listener: LoadingListener) -> None:
-    """Tell the listener, for as long as it lives, and watch loaders from now on."""
+    """Call the listener, for as long as it lives, and watch loaders from now on."""
     global _listeners, _watches
     with _lock:
         others = [ref for ref in _listeners if ref() not in (None, listener)]

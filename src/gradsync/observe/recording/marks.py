@@ -21,7 +21,7 @@ from gradsync.communicator import Handle
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.observe.recording.files import GatherTimes, RecordedBucket, Span, Step, Synchronization
 
-__all__ = ["Gather", "Marker", "Marks", "Read", "read_gathers", "read_step", "unknown"]
+__all__ = ["Gather", "Marker", "Marks", "Read", "read_step", "unknown"]
 
 # What a mark says. Plain numbers: looking up a member of an enumeration takes as long as all the rest of a mark.
 EVALUATION, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, STEP, STEP_END, LOADING, LOADED = range(9)
@@ -88,42 +88,34 @@ class Marker:
         details[place] = self._now()
 
 
-def read_gathers(gathers: Iterable[Gather], read: Read) -> tuple[GatherTimes, ...]:
-    names = ("end", "needed", "arrived")
-    return tuple(
-        GatherTimes(
-            index=index,
-            nbytes=nbytes,
-            start=read(start),
-            **{name: None if moment is None else read(moment) for name, moment in zip(names, rest, strict=True)},
-        )
-        for index, nbytes, start, *rest in gathers
-    )
-
-
 def read_step(marks: Marks, gathers: Iterable[Gather], *, read: Read, number: int, layout: int, begin: Any) -> Step:
     """The step that the marks describe. The last mark is its end."""
     first, last = read(begin), read(marks[-1][2])
-    walk = _Walk(first)
+    reader = _StepReader(first)
     for kind, details, moment in marks:
         if kind == EVALUATION:
-            walk.evaluated = True
+            reader.evaluated = True
         elif kind == START:
-            *bucket, reduced = details
-            walk.started(bucket[0], read(moment), None if reduced is None else read(reduced))
+            index, _, reduced = details
+            reader.started(index, read(moment), None if reduced is None else read(reduced))
         else:
-            walk.pass_by(kind, details, read(moment))
-    walk.until(last)
+            reader.marked(kind, details, read(moment))
+    reader.end_span(last)
     return Step(
         number=number,
         layout=layout,
         begin=first,
         end=last,
-        micro_batches=walk.micro_batches,
-        spans=tuple(walk.spans),
-        synchronizations=tuple(walk.synchronizations),
-        gathers=read_gathers(gathers, read),
+        micro_batches=reader.micro_batches,
+        spans=tuple(reader.spans),
+        synchronizations=tuple(reader.synchronizations),
+        gathers=tuple(_gather_times(*gather, read=read) for gather in gathers),
     )
+
+
+def _gather_times(index: int, nbytes: int, start: Any, *rest: Any, read: Read) -> GatherTimes:
+    end, needed, arrived = (None if moment is None else read(moment) for moment in rest)
+    return GatherTimes(index=index, nbytes=nbytes, start=read(start), end=end, needed=needed, arrived=arrived)
 
 
 # What goes on where no mark says so: it is named by what follows.
@@ -135,8 +127,8 @@ _BEGINS = {FORWARD: "forward", BACKWARD: "backward", BACKWARD_END: _ENDING, STEP
 _BEGINS |= {NEEDED: "gather", LOADING: "data"}
 
 
-class _Walk:
-    """Goes from mark to mark, and cuts the step into spans."""
+class _StepReader:
+    """Reads a step mark by mark, and cuts it into spans."""
 
     def __init__(self, begin: float) -> None:
         self.spans: list[Span] = []
@@ -145,12 +137,13 @@ class _Walk:
         self.evaluated = False
         self._cursor = begin
         self._doing = _GAP
-        # By the mark that ends it, what an interruption has interrupted.
+        # By the mark that ends it, what was interrupted.
         self._before: dict[int, str] = {}
         self._in_step = False
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
+        """No backward yet, since the last synchronization."""
         self._began: float | None = None
         self._on_core: float | None = None
         self._busy: float | None = None
@@ -158,7 +151,7 @@ class _Walk:
         self._seen: dict[int, dict[int, float]] = {FULL: {}, READY: {}, FINISH: {}}
         self._started: dict[int, tuple[float, float | None]] = {}
 
-    def until(self, now: float, gap: str = "other") -> None:
+    def end_span(self, now: float, gap: str = "other") -> None:
         """What was done until now is over."""
         name = gap if self._doing in (_GAP, _ENDING) else self._doing
         if now > self._cursor:
@@ -169,7 +162,7 @@ class _Walk:
                 self.spans.append(Span(name=name, begin=self._cursor, end=now))
             self._cursor = now
 
-    def pass_by(self, kind: int, details: Any, now: float) -> None:
+    def marked(self, kind: int, details: Any, now: float) -> None:
         """The next mark."""
         if kind in self._seen:
             self._seen[kind][details[0]] = now
@@ -178,7 +171,7 @@ class _Walk:
         elif kind != FORWARD_END and (kind != LOADED or self._doing == "data"):
             # What precedes a forward, or the loading of a batch, is the loop's own code.
             before_forward = kind in (FORWARD, LOADING) and not self.evaluated
-            self.until(now, gap="loop" if before_forward else "other")
+            self.end_span(now, gap="loop" if before_forward else "other")
             if kind in (NEEDED, LOADING):
                 self._before[ARRIVED if kind == NEEDED else LOADED] = self._doing
             self._doing = self._before.get(kind, _GAP) if kind in (ARRIVED, LOADED) else _BEGINS[kind]
@@ -202,14 +195,14 @@ class _Walk:
         self._started[index] = (start, reduced)
         if self._doing == _GAP:
             # Without a backward: by synchronize(), or for want of one on this rank.
-            self.until(start)
+            self.end_span(start)
             self._began = self._ended = self._cursor
             self._doing = _ENDING
 
     def _synchronized(self, now: float) -> None:
         if self._doing == _ENDING:
             self._doing = "synchronization"
-        self.until(now)
+        self.end_span(now)
         begin = now if self._began is None else self._began
         end = now if self._ended is None else self._ended
         full, ready, finish = self._seen.values()
@@ -224,10 +217,10 @@ class _Walk:
             )
             for index, (start, reduced) in sorted(self._started.items())
         )
-        # Less than nothing: it has ended on another thread than it began on. Two clocks are read one after the other.
+        # Negative if it has ended on a different thread than it began on. Two clocks are read one after the other.
         busy = None if self._busy is None or self._busy < 0 else min(self._busy, end - begin)
         self.synchronizations.append(
             Synchronization(begin=begin, backward_end=end, finished=now, buckets=buckets, busy=busy)
         )
-        self._forget()
+        self._reset()
         self._doing = "optimizer" if self._in_step else _GAP

@@ -143,7 +143,7 @@ class Recorder(Marker):
         if self._header is not None:
             self._header = replace(self._header, clock=clock)
 
-    # -- what it hears: the hot path -------------------------------------------------------------------------------
+    # -- events: the hot path --------------------------------------------------------------------------------------
 
     def evaluation_began(self) -> None:
         # Once is enough: somebody may evaluate for hours.
@@ -367,7 +367,7 @@ def _describe(synchronizer: Synchronizer, name: str, clock: Clock, number: int) 
 
 
 def _changing(synchronizer: Synchronizer) -> dict[str, Any]:
-    """What may be another one later in the training."""
+    """What may change during the training."""
     link = known_link(synchronizer.options.communicator)
     return {
         "reduction": repr(synchronizer.reduction),

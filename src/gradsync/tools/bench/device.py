@@ -21,8 +21,9 @@ from torch.cuda import nccl
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.tools.bench.record import Cell
-from gradsync.tools.lab import Lab, LabPlan, Rate, SharedGpu, SharedGpuPlan
 from gradsync.tools.lab.emulated import EmulatedGpuModel, EmulatedModel, Profile
+from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
+from gradsync.tools.lab.lab import Lab, LabPlan, Rate
 
 __all__ = [
     "CPU",

@@ -28,7 +28,7 @@ from gradsync.tools.bench.measure import ORDER_SEED
 from gradsync.tools.bench.record import DONE, INTERRUPTED, RESAMPLING_SEED, Cell, CellRecord, ResultFolder, RowFile
 from gradsync.tools.bench.report import BenchScreen, Section, build_report
 from gradsync.tools.bench.scenario import Scenario
-from gradsync.tools.lab import SharedGpu, SharedGpuPlan
+from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
 from gradsync.tools.lab.system import check_fit
 
 __all__ = ["BenchOutcome", "Placement", "RunPlan", "commit", "describe_machine", "run", "versions"]

@@ -43,7 +43,9 @@ from gradsync.tools.bench.device import DEVICES
 from gradsync.tools.bench.measure import CellRounds, Progress
 from gradsync.tools.bench.peers import ALONE, OURS, TUNED
 from gradsync.tools.bench.record import LIMITS, Cell, CellRecord, RowFile
-from gradsync.tools.lab import Lab, SharedGpu, fork_gpu_ranks, fork_ranks, read_counters
+from gradsync.tools.lab.gpu import SharedGpu, fork_gpu_ranks
+from gradsync.tools.lab.host import read_counters
+from gradsync.tools.lab.lab import Lab, fork_ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,9 +12,8 @@ from rich.text import Text
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.health.watch.dump import explain_dumps, find_dumps, read_dump
-from gradsync.observe.charts.numbers import duration
 from gradsync.observe.explain import Explanation, explain_recordings
-from gradsync.observe.explain.explanation import ADVICE_TITLE, BAR, BUCKET_COLUMNS, HIDDEN, MEANINGS, NAMES, bar, gained
+from gradsync.observe.explain.explanation import ADVICE_TITLE, BAR, BUCKET_COLUMNS, bar, gained
 from gradsync.observe.recording import find_recordings, read_models, read_recordings
 from gradsync.tools.cli.options import refusing
 
@@ -101,19 +100,11 @@ def _table(*columns: str, right: int = 0, wraps: int | None = None) -> Table:
 
 
 def _split(explanation: Explanation) -> Table:
-    mean = explanation.split.mean
     table = _table("", "", "", "", "", right=2)
-    for name, seconds in explanation.parts():
-        share = seconds / mean.step if mean.step else 0.0
-        table.add_row(
-            NAMES.get(name, name),
-            duration(seconds),
-            f"{share:.1%}",
-            Text(f"{bar(share):{BAR}}", style=COLOURS[name]),
-            Text(MEANINGS[name], style="dim"),
-        )
-    hidden = Text(HIDDEN, style="dim")
-    table.add_row(Text("hidden wire", style="dim"), duration(mean.hidden), "", "", hidden)
+    for name, share, (label, seconds, percent, meaning) in explanation.rows():
+        drawn = Text(f"{bar(share):{BAR}}", style=COLOURS[name]) if percent else ""
+        style = "" if percent else "dim"
+        table.add_row(Text(label, style=style), seconds, percent, drawn, Text(meaning, style="dim"))
     return table
 
 
@@ -123,7 +114,7 @@ def _buckets(explanation: Explanation) -> Table:
         table.add_row(*numbers, Text(names, style="dim"))
     left = len(explanation.split.buckets) - len(table.rows)
     if left > 0:
-        table.caption = f"and {left} more; those that keep the wire busy longest are shown"
+        table.caption = f"and {left} more; those that keep the link busy longest are shown"
         table.caption_justify = "left"
     return table
 

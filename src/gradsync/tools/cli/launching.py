@@ -22,7 +22,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.logs import listed
 from gradsync.health.elastic import LIGHTHOUSE, Elastic, Lighthouse
 from gradsync.tools.cli.failure_message import WRONG_USE, FailureReport, Statements
-from gradsync.tools.lab import SharedGpu, SharedGpuPlan
+from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
 from gradsync.tools.launch import RESTART_COUNT, SHELL_SIGNAL_BASE, Failure, RankPlace, RankProcesses, standalone
 
 __all__ = ["inside_a_launch", "run_elastic_ranks_of", "run_ranks_of", "times_restarted", "usable_cores"]

@@ -9,7 +9,7 @@ import torch
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.tools.cli.launching import usable_cores
-from gradsync.tools.lab import SharedGpuPlan
+from gradsync.tools.lab.gpu import SharedGpuPlan
 
 __all__ = ["MPS_HELP", "ONE_GPU_HELP", "OPTION", "GpuChoice", "refusing"]
 

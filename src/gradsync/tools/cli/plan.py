@@ -159,16 +159,16 @@ def _list() -> None:
 
 def _measure(path: Path, rate: Rate | None) -> None:
     from gradsync.tools.bench.workload import RealWorkload
-    from gradsync.tools.calibration import Rehearsal, rehearse
+    from gradsync.tools.calibration import CalibrationPlan, run_calibration
 
     # Small enough for a laptop, large enough that buckets matter.
     workload = RealWorkload(layers=6, width=256, batch=2, length=128)
-    made = rehearse(Rehearsal(workload=workload, rate=rate))
+    made = run_calibration(CalibrationPlan(workload=workload, rate=rate))
     made.save(path)
-    step, link = duration(made.profile.compute), made.wire.cost("all_reduce", 1 << 20).seconds
+    step, link = duration(made.profile.compute), made.transport.cost("all_reduce", 1 << 20).seconds
     print(
         f"{path}: a step of {step} with {made.profile.nbytes / 1e6:.1f} MB of gradients, and an all-reduce of 1 MiB in "
-        f"{duration(link)}, over {made.facts['wire']}"
+        f"{duration(link)}, over {made.facts['transport']}"
     )
     for words in made.warnings:
         print(f"Warning: {words}.")
@@ -177,7 +177,7 @@ def _measure(path: Path, rate: Rate | None) -> None:
 def _show(report: PlanReport, price: float | None) -> None:
     console = Console(highlight=False)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for name in ("ranks", "step", "90 % within", "wire", "efficiency", "buckets"):
+    for name in ("ranks", "step", "90 % within", "exposed", "efficiency", "buckets"):
         table.add_column(name, justify="right", no_wrap=True)
     if price is not None:
         table.add_column("1,000 steps", justify="right", no_wrap=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradsync.tools.doctor import checks, network
 from gradsync.tools.doctor.checks import Finding, Status, guarded
-from gradsync.tools.lab import SharedGpuPlan
+from gradsync.tools.lab.gpu import SharedGpuPlan
 
 __all__ = ["Finding", "Status", "examine"]
 
@@ -27,16 +27,16 @@ def examine(
 ) -> list[Finding]:
     """All checks, in the order of the table.
 
-    ``timeout``: seconds for each measurement of the wire. ``sharing``: how the ranks of NCCL share a GPU, if they do.
+    ``timeout``: seconds for each measurement of a link. ``sharing``: how the ranks of NCCL share a GPU, if they do.
     """
     with ExitStack() as stack:
         # First of all, since the processes need seconds to import torch; the other checks fill that time.
         shared = {"nccl": sharing}
-        wires = [network.LinkTest(*each, timeout, stack, shared.get(each[0])) for each in _wires(sharing)]
+        links = [network.LinkTest(*each, timeout, stack, shared.get(each[0])) for each in _backends(sharing)]
         findings = [guarded(name, check) for name, check in _checks(variables).items()]
-        for wire in wires:
-            progress(f"measuring the {wire.name}")
-            findings.append(guarded(wire.name, wire.finding))
+        for link in links:
+            progress(f"measuring the {link.name}")
+            findings.append(guarded(link.name, link.finding))
     return findings
 
 
@@ -58,11 +58,11 @@ def _checks(variables: Mapping[str, str]) -> dict[str, Callable[[], Finding]]:
     }
 
 
-def _wires(sharing: SharedGpuPlan | None = None) -> list[tuple[str, int]]:
+def _backends(sharing: SharedGpuPlan | None = None) -> list[tuple[str, int]]:
     """Backends that can be tried here, with the number of ranks."""
-    wires = []
+    backends = []
     if dist.is_available() and dist.is_gloo_available():
-        wires.append(("gloo", 2))
+        backends.append(("gloo", 2))
     if torch.cuda.is_available() and dist.is_nccl_available():
-        wires.append(("nccl", torch.cuda.device_count() if sharing is None else sharing.ranks))
-    return wires
+        backends.append(("nccl", torch.cuda.device_count() if sharing is None else sharing.ranks))
+    return backends

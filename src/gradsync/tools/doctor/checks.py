@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from gradsync.base.environment import ProcessEnvironment, read_environment
 from gradsync.base.errors import ConfigurationError
+from gradsync.observe.charts.numbers import count, size
 
 __all__ = [
-    *("GIB", "KIB", "MIB", "Finding", "Status", "guarded", "judged", "place_of", "size", "versions"),
+    *("GIB", "KIB", "MIB", "Finding", "Status", "guarded", "judged", "place_of", "versions"),
     *("check_backends", "check_cores", "check_gpus", "check_launcher", "check_memory", "check_open_files"),
     *("check_packages", "check_python", "check_shared_memory", "check_torch"),
 ]
@@ -98,14 +99,6 @@ def place_of(variables: Mapping[str, str]) -> ProcessEnvironment:
         return ProcessEnvironment()
 
 
-def size(nbytes: float) -> str:
-    """``1.5 GiB``, ``64 MiB``, ``4 KiB``."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {name}" if nbytes < 1000 * unit else f"{nbytes / unit:.0f} {name}"
-    return f"{nbytes / KIB:.3g} KiB"
-
-
 # -- software ---------------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +153,7 @@ def check_gpus() -> Finding:
 def _gpus_found() -> Finding:
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     kinds = Counter(f"{gpu.name} ({size(gpu.total_memory)})" for gpu in properties)
-    names = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+    names = ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
     detail = f"{names}; CUDA {torch.version.cuda}{_driver()}"
     fix = "every step waits for the slowest GPU: train on equal ones, chosen with CUDA_VISIBLE_DEVICES"
     return judged("gpus", detail, (len(kinds) > 1, Status.WARN, fix))
@@ -218,7 +211,7 @@ def check_cores(variables: Mapping[str, str]) -> Finding:
     threads = int(setting) if setting else torch.get_num_threads() if ranks > 1 else 1
     crowded = ranks * threads > cores
     if crowded:
-        detail += f"; {ranks} rank{'s' * (ranks > 1)} × {threads} thread{'s' * (threads > 1)}"
+        detail += f"; {count(ranks, 'rank')} × {count(threads, 'thread')}"
     few = f"start at most {cores} ranks here, each with OMP_NUM_THREADS=1"
     narrow = f"ranks that share cores slow each other down: export OMP_NUM_THREADS={max(cores // ranks, 1)}"
     more = "two ranks on one core take turns; give this process more cores (taskset, docker --cpus, srun -c)"

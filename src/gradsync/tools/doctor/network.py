@@ -27,8 +27,9 @@ import torch.distributed as dist
 
 from gradsync.base.environment import DEFAULT_PORT, LOOPBACK
 from gradsync.communicator import Communicator, choose_communicator, fit_communicator
-from gradsync.tools.doctor.checks import KIB, MIB, Finding, Status, judged, place_of, size
-from gradsync.tools.lab import SharedGpu, SharedGpuPlan
+from gradsync.observe.charts.numbers import size
+from gradsync.tools.doctor.checks import KIB, MIB, Finding, Status, judged, place_of
+from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
 from gradsync.tools.launch import Failure, RankProcesses, become, standalone
 
 __all__ = [
@@ -49,7 +50,7 @@ IFF_UP = 1
 LINK_LOCAL = "fe80:"
 
 READY = "ready\n"
-# The numbers of repeats keep all of it well under a second on a wire of 1 GB/s.
+# The numbers of repeats keep all of it well under a second on a link of 1 GB/s.
 REPEATS = {4 * KIB: 20, 256 * KIB: 20, 4 * MIB: 8, 32 * MIB: 4}
 WARM_UP = 2
 
@@ -209,7 +210,7 @@ class LinkTest:
     def __init__(
         self, backend: str, ranks: int, timeout: float, stack: ExitStack, sharing: SharedGpuPlan | None = None
     ) -> None:
-        self.name = f"{backend} wire"
+        self.name = f"{backend} link"
         # Under MPS, CUDA takes longer to start.
         timeout = timeout if sharing is None else max(timeout, SHARING_SECONDS)
         self._backend, self._ranks, self._timeout, self._sharing = backend, ranks, timeout, sharing
@@ -248,7 +249,7 @@ class LinkTest:
         return judged(self.name, detail, (True, Status.FAIL, fix), public=public)
 
     def _late(self) -> Finding:
-        """Ranks that have had no time yet for the wire say nothing about it."""
+        """Ranks that have had no time yet for the link show nothing about it."""
         # The ranks write that they are ready, and then nothing before they have finished.
         ready_at = max(os.fstat(output.fileno()).st_mtime for output in self._outputs)
         ready = all(_text(output).startswith(READY) for output in self._outputs)
@@ -277,12 +278,12 @@ def measured(
 ) -> Finding:
     """``seconds`` by bytes. Bandwidth is that of the algorithm: bytes of the tensor by time.
 
-    ``choice`` is the wire that gradsync would take between such ranks, and ``chosen`` its seconds. Times of ranks that
+    ``choice`` is the transport gradsync would take between such ranks, and ``chosen`` its seconds. Times of ranks that
     share a GPU are shown, and not judged.
     """
-    name = f"{backend} wire"
+    name = f"{backend} link"
     if ranks == 1:
-        return judged(name, f"{backend.upper()} starts and reduces; with a single GPU there is no wire to measure")
+        return judged(name, f"{backend.upper()} starts and reduces; with a single GPU there is no link to measure")
     times = {int(nbytes): value for nbytes, value in seconds.items()}
     lines = [f"all-reduce between {ranks} ranks", *([] if sharing is None else [str(sharing)]), *_rows(times)]
     if chosen is not None:
@@ -313,10 +314,10 @@ def be_rank() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=float(seconds)))
-    wire = choose_communicator()
-    result: dict[str, Any] = {"seconds": _median_seconds(wire, device)}
+    group = choose_communicator()
+    result: dict[str, Any] = {"seconds": _median_seconds(group, device)}
     if backend == "gloo":
-        choice = fit_communicator(wire, device)
+        choice = fit_communicator(group, device)
         result |= {"choice": str(choice), "chosen": _median_seconds(choice.communicator, device)}
     dist.barrier()
     if dist.get_rank() == 0:
@@ -324,18 +325,18 @@ def be_rank() -> None:
     dist.destroy_process_group()
 
 
-def _median_seconds(wire: Communicator, device: torch.device) -> dict[int, float]:
+def _median_seconds(communicator: Communicator, device: torch.device) -> dict[int, float]:
     """By bytes."""
-    medians, ranks = {}, wire.world_size
+    medians, ranks = {}, communicator.world_size
     for nbytes, repeats in REPEATS.items():
         readings = []
-        tensor = wire.allocate(nbytes // 4, torch.float32, device)
+        tensor = communicator.allocate(nbytes // 4, torch.float32, device)
         for _ in range(WARM_UP + repeats):
             tensor.fill_(1.0)
             dist.barrier()
             _wait_for(device)
             started = time.perf_counter()
-            wire.all_reduce(tensor).wait()
+            communicator.all_reduce(tensor).wait()
             _wait_for(device)
             readings.append(time.perf_counter() - started)
             if not bool((tensor == ranks).all()):

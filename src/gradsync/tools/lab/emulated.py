@@ -87,7 +87,7 @@ class Profile:
         return sum(layer.backward_seconds for layer in self.layers)
 
     def scaled(self, *, parameters: float = 1.0, seconds: float = 1.0) -> "Profile":
-        """The same number of layers and tensors, with so many times the elements and so many times the seconds."""
+        """The same number of layers and tensors, with the elements and the seconds multiplied."""
         for name, factor in (("parameters", parameters), ("seconds", seconds)):
             if not (math.isfinite(factor) and factor > 0):
                 raise ConfigurationError(f"{name} of a profile are scaled by a number above 0, got {factor}")
@@ -131,7 +131,7 @@ def transformer(*, parameters: int, layers: int, seconds: float, length: int = 1
 
 
 def _spread(name: str, layers: list[Layer], seconds: float) -> Profile:
-    """The layers with so many seconds in all, in the proportion of their work."""
+    """The layers with ``seconds`` in all, in the proportion of their work."""
     if not (math.isfinite(seconds) and seconds > 0):
         raise ConfigurationError(f"the seconds of a profile must be above 0, got {seconds}")
     profile = Profile(name=name, layers=tuple(layers))

@@ -46,7 +46,7 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class SharedGpuPlan:
-    """``ranks`` processes on GPU number ``gpu``. NCCL uses at most so many ``channels``; fewer leave more of the GPU
+    """``ranks`` processes on GPU number ``gpu``. NCCL uses at most ``channels`` channels; fewer leave more of the GPU
     to compute."""
 
     ranks: int = 2
@@ -116,7 +116,7 @@ class SharedGpu:
         ]
 
     def run(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 600.0) -> int:
-        """Run ``command`` once per rank, and return its exit code, as :meth:`gradsync.tools.lab.Lab.run` does."""
+        """Run ``command`` once per rank, and return its exit code, as :meth:`gradsync.lab.Lab.run` does."""
         return run_program(self.places(), command, env=env or {}, timeout=timeout)
 
 

@@ -233,7 +233,7 @@ class Lab:
             record = LabRecord(owner=owner, subnet=_free_subnet(name))
             self._hosts = _hosts_of(self.plan, record)
             try:
-                _wire(self.plan, record, self._hosts)
+                _connect(self.plan, record, self._hosts)
                 if self.plan.rate is not None:
                     self.set_rate(self.plan.rate)
             except BaseException:
@@ -301,7 +301,7 @@ def fork_ranks(
         raise LabError(f"{failure}. Its traceback is above, and the other ranks were ended")
 
 
-def _wire(plan: LabPlan, record: LabRecord, hosts: Sequence[Host]) -> None:
+def _connect(plan: LabPlan, record: LabRecord, hosts: Sequence[Host]) -> None:
     """Make the namespaces, the bridge and the links."""
     switch = switch_name(plan.name)
     ip("netns", "add", switch)

@@ -299,7 +299,9 @@ def _ranks(run: Run, explanation: Explanation | None) -> Iterator[Chart]:
         "seconds": step.seconds,
         "ranks": len(step.ranks),
         "shown": sum(not lane.narrow for lane in lanes),
-        "last": None if not step.wires or not step.wires[-1] else explanation.timeline.members[step.wires[-1][-1].last],
+        "last": None
+        if not step.collectives or not step.collectives[-1]
+        else explanation.timeline.members[step.collectives[-1][-1].last],
         "error": max(each.header.clock.error or 0.0 for each in explanation.timeline.recordings),
     }
     draw = partial(draw_lanes, lanes=lanes, names=names_of())

@@ -184,7 +184,7 @@ def _places(count: int) -> list[int]:
 
 def _doing(explanation: Explanation, merged: MergedStep, place: int, origin: float) -> Iterator[Stretch]:
     step, members = merged.ranks[place], explanation.timeline.members
-    parts = iter(zip(step.synchronizations, merged.wires, strict=False))
+    parts = iter(zip(step.synchronizations, merged.collectives, strict=False))
 
     def stretch(name: str, begin: float, end: float, words: str) -> Stretch:
         return Stretch(begin=begin - origin, end=end - origin, colour=COLOURS[name], hint=words)
@@ -194,28 +194,28 @@ def _doing(explanation: Explanation, merged: MergedStep, place: int, origin: flo
         if span.name not in ("synchronization", "gather"):
             yield stretch(span.name, span.begin, span.end, words)
             continue
-        wires = next(parts, (None, ()))[1] if span.name == "synchronization" else ()
+        collectives = next(parts, (None, ()))[1] if span.name == "synchronization" else ()
         come = span.begin
-        if wires and wires[-1].last != place:
-            come = min(max(span.begin, wires[-1].begin), span.end)
+        if collectives and collectives[-1].last != place:
+            come = min(max(span.begin, collectives[-1].begin), span.end)
         if come > span.begin:
-            last = members[wires[-1].last]
+            last = members[collectives[-1].last]
             words = f"rank {members[place]} waits for rank {last}: {duration(come - span.begin)}"
             yield stretch("waiting", span.begin, come, words)
         if span.end > come:
-            words = f"rank {members[place]}, exposed wire: {duration(span.end - come)}"
+            words = f"rank {members[place]}, exposed communication: {duration(span.end - come)}"
             yield stretch("exposed", come, span.end, words)
 
 
 def _carried(explanation: Explanation, merged: MergedStep, place: int, origin: float) -> Iterator[Stretch]:
     layout, members = explanation.timeline.layout, explanation.timeline.members
-    for wires in merged.wires:
-        for wire in wires:
-            begin, end = max(wire.begin, wire.free[place]), wire.ends[place]
-            bucket = layout[wire.index] if wire.index < len(layout) else None
+    for collectives in merged.collectives:
+        for each in collectives:
+            begin, end = max(each.begin, each.free[place]), each.ends[place]
+            bucket = layout[each.index] if each.index < len(layout) else None
             what = "" if bucket is None else f", {size(bucket.nbytes)}, {bucket.parameters[0]} …"
             words = (
-                f"bucket {wire.index}{what}: {duration(end - begin)} on the wire; rank {members[wire.last]} came last"
+                f"bucket {each.index}{what}: {duration(end - begin)} on the wire; rank {members[each.last]} came last"
             )
             yield Stretch(begin=begin - origin, end=end - origin, colour=PARTS["hidden"], hint=words)
     for gather in merged.ranks[place].gathers:

@@ -25,8 +25,8 @@ from typing import IO, Any
 from gradsync.health.elastic import LIGHTHOUSE, Elastic, Lighthouse
 from gradsync.tools.bench.faults.judging import CUT_LINK, PAUSE_SECONDS, RANKS, Fault, FaultOutcome, Limits, has_noticed
 from gradsync.tools.bench.faults.program import EVENTS, HOST, PROGRAM, REPLICA, RESTARTS, SETUPS, TrialSettings
-from gradsync.tools.lab import Lab
 from gradsync.tools.lab.host import places_on
+from gradsync.tools.lab.lab import Lab
 from gradsync.tools.launch import RankProcesses, become
 
 __all__ = ["Trial", "outcomes"]

@@ -24,7 +24,8 @@ from gradsync.tools.bench.measure import Progress
 from gradsync.tools.bench.peers import TUNED
 from gradsync.tools.bench.record import Cell, CellRecord, RowFile, Sample
 from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, colour_of, picture
-from gradsync.tools.lab import Lab, SharedGpu
+from gradsync.tools.lab.gpu import SharedGpu
+from gradsync.tools.lab.lab import Lab
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
