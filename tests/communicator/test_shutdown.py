@@ -63,7 +63,7 @@ def test_a_wire_over_others_leaves_before_them() -> None:
     class BaseCommunicator:
         def __init__(self, name: str) -> None:
             self.name = name
-            shutdown.keep_track(self)
+            shutdown.register(self)
 
         def after_fork(self) -> None:
             raise NotImplementedError
@@ -72,7 +72,7 @@ def test_a_wire_over_others_leaves_before_them() -> None:
             left.append(self.name)
 
     wires = [BaseCommunicator(f"wire {number}") for number in range(20)]
-    shutdown.leave_all()
+    shutdown.shut_down_all()
     assert left == [wire.name for wire in reversed(wires)]
 
 
@@ -110,7 +110,7 @@ def leave_with_something_under_way(seconds: float) -> tuple[list[str], bool, lis
         time.sleep(seconds)
     # These ranks are this test's own, and a busy machine takes its time.
     shutdown.PATIENCE_SECONDS = 10.0
-    shutdown.leave_all()
+    shutdown.shut_down_all()
     if group.rank == 0:
         failures = [str(wire.failure) for wire in wires]
     names = ("gradsync peer exchange", "gradsync-shared-memory", "gradsync hierarchy")

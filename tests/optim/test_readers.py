@@ -479,7 +479,7 @@ def interrupt_a_wait(kind: str, folder: str) -> list[torch.Tensor]:
         return parameters_of(model)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     optimizer.step()
-    waits = model.synchronizer.engine.communicator.fate.waits
+    waits = model.synchronizer.engine.communicator.state.waits
 
     def interrupt() -> None:
         while not waits:
@@ -521,7 +521,7 @@ def save_on_a_signal(kind: str, folder: str) -> tuple[list[torch.Tensor], list[t
 
     before = signal.signal(signal.SIGUSR1, save)
     optimizer.step()
-    waits = model.synchronizer.engine.communicator.fate.waits
+    waits = model.synchronizer.engine.communicator.state.waits
 
     def send() -> None:
         while not waits:

@@ -225,7 +225,7 @@ class _Queue:
         self._tasks: deque[Task] = deque()
         # Held by whoever runs a collective: never two at a time, never out of order.
         self._turn = threading.Lock()
-        self._alarm = make_timer()
+        self._timer = make_timer()
         self._closed = False
         self._running = False
         self._stage_thread: int | None = None
@@ -251,7 +251,7 @@ class _Queue:
             return task
         self._tasks.append(task)
         if not lazy:
-            self._alarm.set(HEAD_START)
+            self._timer.set(HEAD_START)
         elif not self.is_looked_after:
             _sweeper.look_after(self)
         return task
@@ -266,11 +266,11 @@ class _Queue:
             return None
 
     def wake(self) -> None:
-        self._alarm.set(HEAD_START)
+        self._timer.set(HEAD_START)
 
     def close(self) -> None:
         self._closed = True
-        self._alarm.set(0.0)
+        self._timer.set(0.0)
 
     def run_until(self, task: Task) -> None:
         if self.place() is not None:
@@ -279,16 +279,16 @@ class _Queue:
                 "wait for the other. Start it before, or chain it to the stage with then()"
             )
         # First, so that the timer of tasks added in the meantime stays set.
-        self._alarm.call_off()
+        self._timer.cancel()
         if self._closed:
             # That timer was not for this.
-            self._alarm.set(0.0)
+            self._timer.set(0.0)
         try:
             while not task.ended:
                 self._take_turn(task)
         finally:
             if self._tasks:
-                self._alarm.set(HEAD_START)
+                self._timer.set(HEAD_START)
 
     def _take_turn(self, task: Task) -> None:
         if self._turn.acquire(timeout=LOOK_SECONDS):
@@ -303,7 +303,7 @@ class _Queue:
     def serve(self) -> None:
         """The thread's life."""
         while True:
-            self._alarm.wait()
+            self._timer.wait()
             if self._closed:
                 return
             # Who waits for one may have run it already. Lazy tasks run along with it.

@@ -29,9 +29,10 @@ from gradsync.communicator.checks import (
     check_summed,
     check_together,
 )
-from gradsync.communicator.collective import Allocation, Collective, Fate, Later, OnTheSpot, StageHandle, Work, again
+from gradsync.communicator.collective import Allocation, Collective, Later, OnTheSpot, StageHandle, Work, again
 from gradsync.communicator.logs import LOGGER, log_errors, rank_name
-from gradsync.communicator.shutdown import keep_track
+from gradsync.communicator.shutdown import register
+from gradsync.communicator.transport_state import TransportState
 
 __all__ = ["BaseCommunicator", "Shares", "Sizes"]
 
@@ -54,15 +55,15 @@ class BaseCommunicator:
     tells_failures = False
     summed = SUMMED_BY_TORCH
 
-    def __init__(self, rank: int, world_size: int, group: Any = None, *, fate: Fate | None = None) -> None:
+    def __init__(self, rank: int, world_size: int, group: Any = None, *, state: TransportState | None = None) -> None:
         self.rank, self.world_size, self.group = rank, world_size, group
-        self.fate = Fate() if fate is None else fate
+        self.state = TransportState() if state is None else state
         self._order = Numbering()
         self._background: Background | None = None
         self._aborted = False
         self._is_forked = False
         self._logs = LOGGER.isEnabledFor(logging.DEBUG)
-        keep_track(self)
+        register(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
@@ -73,12 +74,12 @@ class BaseCommunicator:
 
     @property
     def failure(self) -> GradsyncError | None:
-        return self.fate.failure
+        return self.state.failure
 
     @property
     def failure_flags(self) -> list[torch.Tensor]:
-        """Numbers in host memory of which one is not zero once there is a failure; see :attr:`Fate.flag`."""
-        return [self.fate.flag]
+        """Numbers in host memory of which one is not zero once there is a failure; see :attr:`TransportState.flag`."""
+        return [self.state.flag]
 
     def averages(self, device: torch.device) -> bool:
         return False
@@ -141,15 +142,15 @@ class BaseCommunicator:
         self._fail(CommunicatorLostError(f"{name} has given its communicator up: {reason}"))
         self._tell_once(reason)
 
-    def lose(self, story: str) -> None:
-        """Other ranks are known to be gone from an outside source: raise CommunicatorLostError with ``story`` here.
+    def lose(self, message: str) -> None:
+        """Other ranks are known to be gone from an outside source: raise CommunicatorLostError with ``message`` here.
 
         Like :meth:`abort`, it never blocks, and may be called from any thread.
         """
         if self._is_forked:
             return
-        self._fail(CommunicatorLostError(story))
-        self._tell_once(story)
+        self._fail(CommunicatorLostError(message))
+        self._tell_once(message)
 
     # -- what a communicator writes -----------------------------------------------------------------------------------
 
@@ -197,16 +198,16 @@ class BaseCommunicator:
 
     def _queue_up(self, collective: Collective, run: Callable[[], None], *, lazy: bool = False) -> Collective:
         """Have ``run`` do the whole collective, after those that were started before it."""
-        if self.fate.failure is not None:
+        if self.state.failure is not None:
             self._refuse_after_failure()
         queue = self._background or self._queue
         collective.number = (queue.place() or self._order).next()
-        collective.place = self.fate.next_place()
+        collective.place = self.state.next_place()
         if self._logs:
             self._log_start(collective)
 
         def work() -> None:
-            if self.fate.failure is not None:
+            if self.state.failure is not None:
                 self._refuse_after_failure()
             try:
                 run()
@@ -223,11 +224,11 @@ class BaseCommunicator:
 
     def _issue(self, collective: Collective, start: Callable[[], Work], *, on_host: bool = True) -> Collective:
         """Have ``start`` set the collective going. A device's is ordered by streams, and never left to a thread."""
-        if self.fate.failure is not None:
+        if self.state.failure is not None:
             self._refuse_after_failure()
         place = self._order if self._background is None else self._place()
         collective.number = place.next()
-        collective.place = self.fate.next_place()
+        collective.place = self.state.next_place()
         if self._logs:
             self._log_start(collective)
         try:
@@ -278,7 +279,7 @@ class BaseCommunicator:
         collectives: whoever looks on sees that this rank waits, and who has not come."""
         self._refuse_after_failure()
         allocation, work = Allocation(self, numel, dtype), OnTheSpot(run)
-        allocation.place, allocation.work = self.fate.next_place(), work
+        allocation.place, allocation.work = self.state.next_place(), work
         allocation.wait()
         return work.result
 
@@ -321,37 +322,37 @@ class BaseCommunicator:
         failure, own = self.failure, isinstance(collective, StageHandle) and not isinstance(error, GivenUpError)
         if failure is not None and not own and isinstance(error, Exception):
             # It may be that of a communicator below this one, which sticks to this one, too.
-            attested = self._attested(failure)
-            self._fail(attested)
-            return again(self.fate.failure or attested)
-        explained = error if own else self._attested(self._in_words(collective, error))
-        if self.fate.failure is not None and not own and isinstance(error, Exception):
+            detailed = self._with_details(failure)
+            self._fail(detailed)
+            return again(self.state.failure or detailed)
+        explained = error if own else self._with_details(self._in_words(collective, error))
+        if self.state.failure is not None and not own and isinstance(error, Exception):
             # It was lost in another thread meanwhile, which knows the cause.
-            return again(self.fate.failure)
+            return again(self.state.failure)
         lost = explained
         if not isinstance(lost, GradsyncError):
-            story = f"rank {self.rank} failed in {collective.describe()}: {type(error).__name__}: {error}"
-            lost = CommunicatorLostError(story.rstrip(": "))
+            message = f"rank {self.rank} failed in {collective.describe()}: {type(error).__name__}: {error}"
+            lost = CommunicatorLostError(message.rstrip(": "))
         self._fail(lost)
         if self.tells_failures:
             self._tell_once(str(lost))
         return explained
 
-    def _attested(self, error: E) -> E:
+    def _with_details(self, error: E) -> E:
         """With what is known of the other ranks beside this communicator, if this is the first that is heard of it."""
-        witness = self.fate.witness
-        if witness is None or self.fate.failure is not None or not isinstance(error, CommunicatorLostError):
+        complete_message = self.state.complete_message
+        if complete_message is None or self.state.failure is not None or not isinstance(error, CommunicatorLostError):
             return error
-        attested = type(error)(witness(str(error)))
-        attested.__cause__ = error.__cause__
-        return attested
+        detailed = type(error)(complete_message(str(error)))
+        detailed.__cause__ = error.__cause__
+        return detailed
 
     def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
         """``error`` as a GradsyncError, where this communicator knows what it means."""
         return error
 
     def _fail(self, failure: GradsyncError) -> None:
-        self.fate.fail(failure)
+        self.state.fail(failure)
         if self._background is not None:
             self._background.give_up()
 
@@ -364,7 +365,7 @@ class BaseCommunicator:
             return
         self._is_forked = self._aborted = True
         parent = f"{rank_name(self.group, self.rank)} (process {os.getppid()})"
-        self.fate.failure = MisuseError(
+        self.state.failure = MisuseError(
             f"this process ({os.getpid()}) was forked from {parent}, and a communicator does not come along: its "
             "threads are the parent's, and so are its connections. Do without it in the child, such as a worker of a "
             "DataLoader, or make a process group there anew"
@@ -385,7 +386,7 @@ class BaseCommunicator:
                 self._tell_others(reason)
 
     def _refuse_after_failure(self) -> None:
-        failure = self.fate.failure
+        failure = self.state.failure
         if failure is not None:
             raise again(failure)
 

@@ -29,7 +29,7 @@ from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import divide
-from gradsync.communicator.root_cause import Circle, find_root_cause
+from gradsync.communicator.root_cause import FailureDomain, find_root_cause
 from gradsync.communicator.topology import CommunicatorFactory, HostLayout, find_topology, make_subgroups
 
 __all__ = ["HierarchicalCommunicator", "Way"]
@@ -66,7 +66,7 @@ class HierarchicalCommunicator(BaseCommunicator):
         self.inside, self.between, self.topology = inside, between, topology
         self.leaders = _leaders(topology, leaders)
         self._host, self._local = topology.places[rank]
-        self._circle: Circle | None = None
+        self._failure_domain: FailureDomain | None = None
         self._check_places()
 
     @classmethod
@@ -86,12 +86,12 @@ class HierarchicalCommunicator(BaseCommunicator):
                 f"the topology has {topology.world_size} ranks, the group has {dist.get_world_size(group)}"
             )
         count = _leaders(topology, leaders)
-        circle = Circle(group)
-        here = make_subgroups(circle, topology.hosts)
+        domain = FailureDomain(group)
+        here = make_subgroups(domain, topology.hosts)
         assert here is not None
         across = None
         if len(topology.hosts) > 1:
-            across = make_subgroups(circle, [[host[number] for host in topology.hosts] for number in range(count)])
+            across = make_subgroups(domain, [[host[number] for host in topology.hosts] for number in range(count)])
         made = cls(
             inside(here),
             between(across) if across is not None else None,
@@ -99,7 +99,7 @@ class HierarchicalCommunicator(BaseCommunicator):
             rank=dist.get_rank(group),
             leaders=count,
         )
-        made.group, made._circle = group, circle
+        made.group, made._failure_domain = group, domain
         return made
 
     def __repr__(self) -> str:
@@ -113,7 +113,7 @@ class HierarchicalCommunicator(BaseCommunicator):
     @property
     def failure(self) -> GradsyncError | None:
         between = None if self.between is None else self.between.failure
-        return self.fate.failure or self.inside.failure or between
+        return self.state.failure or self.inside.failure or between
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._allocate_below(self.inside, numel, dtype, device)
@@ -127,7 +127,7 @@ class HierarchicalCommunicator(BaseCommunicator):
         self._tell_once(str(failure))
 
     def _tell_others(self, reason: str) -> None:
-        if self._circle is not None:
+        if self._failure_domain is not None:
             find_root_cause(self.inside.group, reason)
         for each in (self.inside, self.between):
             if each is not None:

@@ -221,7 +221,7 @@ class InProcessCommunicator(BaseCommunicator):
 
     @property
     def failure(self) -> GradsyncError | None:
-        return self.fate.failure or self.world.failure
+        return self.state.failure or self.world.failure
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         if self.world_size == 1:

@@ -39,7 +39,7 @@ from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Si
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.reducing import combine_in_order, offsets_of
 
-__all__ = ["PAUSE_SECONDS", "Farewells", "MPICommunicator", "enter_mpi"]
+__all__ = ["PAUSE_SECONDS", "ExitMessages", "MPICommunicator", "enter_mpi"]
 
 # Between two questions to MPI.
 PAUSE_SECONDS = 50e-6
@@ -100,7 +100,7 @@ def _usable(mpi: Any, comm: Any) -> Any:
     return mpi.COMM_WORLD
 
 
-class Farewells:
+class ExitMessages:
     """Goodbye messages: when a rank leaves, it sends every other rank the number of collectives it has started."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -159,7 +159,7 @@ class MPICommunicator(BaseCommunicator):
         self._timeout = timeout
         self._comm = parent.Dup()
         super().__init__(self._comm.rank, self._comm.size)
-        self._farewells = Farewells(self._mpi, parent.Dup())
+        self._exit_messages = ExitMessages(self._mpi, parent.Dup())
         self._may_use_a_thread = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
         self._types = {1: self._mpi.BYTE, 2: self._mpi.UINT16_T, 4: self._mpi.UINT32_T, 8: self._mpi.UINT64_T}
         self._types[16] = self._mpi.C_DOUBLE_COMPLEX
@@ -250,8 +250,8 @@ class MPICommunicator(BaseCommunicator):
         self._closed = True
         atexit.unregister(self._close_at_exit)
         self._queue.close()
-        self._farewells.say_and_hear(self._order.count)
-        self._farewells.comm.Free()
+        self._exit_messages.say_and_hear(self._order.count)
+        self._exit_messages.comm.Free()
         self._comm.Free()
 
     # -- how a collective is run --------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class MPICommunicator(BaseCommunicator):
     def _tell_others(self, reason: str) -> None:
         if self._may_use_a_thread:
             # Without the one that runs: it will not be finished here.
-            self._farewells.say(max(0, self._running - 1))
+            self._exit_messages.say(max(0, self._running - 1))
 
     def _finish(self, request: Any, *memory: torch.Tensor) -> None:
         """Return when ``request`` is complete. If it never is, MPI may still write to ``memory``: it is kept."""
@@ -307,7 +307,7 @@ class MPICommunicator(BaseCommunicator):
             time.sleep(PAUSE_SECONDS)
             if self.failure is not None:
                 raise _NoAnswerError("this rank has given up")
-            missing = [rank for rank, started in self._farewells.heard().items() if started < self._running]
+            missing = [rank for rank, started in self._exit_messages.heard().items() if started < self._running]
             if missing:
                 raise _NoAnswerError(
                     f"{_ranks(missing)} had ended before. Every rank must run the same number of steps; if one has "

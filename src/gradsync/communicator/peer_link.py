@@ -233,7 +233,7 @@ class Exchange:
         # What torch refuses is our own fault, and not said by Gloo.
         if "gloo" not in str(error) and CLOSED not in str(error):
             raise error
-        raise CommunicatorLostError(find_root_cause(self.link.group, self._story(peer, error))) from error
+        raise CommunicatorLostError(find_root_cause(self.link.group, self._message(peer, error))) from error
 
     def _begin(self, begin: Any, peer: int, tensor: torch.Tensor, number: int) -> Message:
         if tensor.numel() == 0:
@@ -244,7 +244,7 @@ class Exchange:
             self.fail(peer, error)
         return Message(self, peer, work)
 
-    def _story(self, peer: int, error: RuntimeError) -> str:
+    def _message(self, peer: int, error: RuntimeError) -> str:
         name, what = self.link.name, self._collective.describe()
         said = re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0])
         if is_timeout(error):

@@ -7,7 +7,7 @@ the connection itself. Each end proves that it knows the secret, with a code ove
     rank       its number, nonce b, code(a, 2)     and answers with its own, and a code over both
     listener   code(b, "listener")                 now they are connected
 
-[Note: strangers] During the rendezvous any process can connect: the name of a Unix socket is public. A rank proves
+[Note: authentication] During the rendezvous any process can connect: the name of a Unix socket is public. A rank proves
 itself with three things: on a Unix socket the user it runs as, which the kernel vouches for; the secret; and a rank
 number that is still missing. A peer that lacks any of them is dropped at once, and so is one that says nothing for too
 long. A thread answers each connection as soon as it arrives: what waits in the kernel's queue keeps others out of it,
@@ -39,8 +39,8 @@ ANSWER = struct.Struct(f"<q{NONCE_BYTES}s{CODE_BYTES}s")
 LISTENER = "listener"
 _CREDENTIALS = struct.Struct("=iII")
 # A peer that has not authenticated by then is dropped, as is the oldest of too many.
-STRANGER_SECONDS = 2.0
-MOST_STRANGERS = 64
+AUTHENTICATION_SECONDS = 2.0
+MOST_PENDING = 64
 LOOK_MILLISECONDS = 20
 # How long a rank tries to get in.
 JOIN_SECONDS = 5.0
@@ -65,7 +65,7 @@ class Credentials(NamedTuple):
         return cls(process, user)
 
     @property
-    def is_unauthenticated(self) -> bool:
+    def is_other_user(self) -> bool:
         """Whether another user runs it than this one."""
         return self.user != os.geteuid()
 
@@ -92,13 +92,13 @@ class Invitation(NamedTuple):
         return [(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, port)) for host, port in self.addresses]
 
 
-class _Stranger:
+class _PendingPeer:
     """A connection that has not been authenticated."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.until = time.monotonic() + STRANGER_SECONDS
+        self.until = time.monotonic() + AUTHENTICATION_SECONDS
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._heard = b""
         connection.send(self.nonce)
@@ -124,7 +124,7 @@ class Rendezvous:
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._name = b"\0gradsync-" + secrets.token_hex(NAME_BYTES).encode()
         self._listeners: dict[int, socket.socket] = {}
-        self._strangers: dict[int, _Stranger] = {}
+        self._pending: dict[int, _PendingPeer] = {}
         self._joined: dict[int, socket.socket] = {}
         self._poller = select.poll()
         self._is_closed = False
@@ -191,8 +191,8 @@ class Rendezvous:
                 for descriptor, _ in self._poller.poll(LOOK_MILLISECONDS):
                     if descriptor in self._listeners:
                         self._welcome(self._listeners[descriptor])
-                    elif descriptor in self._strangers:
-                        self._hear(self._strangers[descriptor])
+                    elif descriptor in self._pending:
+                        self._hear(self._pending[descriptor])
                 self._drop_the_late()
         finally:
             self._close_all()
@@ -203,17 +203,17 @@ class Rendezvous:
         except OSError:  # it has gone again, or there is no descriptor left
             return
         try:
-            if listener.family == socket.AF_UNIX and Credentials.of(connection).is_unauthenticated:
+            if listener.family == socket.AF_UNIX and Credentials.of(connection).is_other_user:
                 raise PermissionError
             _send_at_once(connection)
-            stranger = _Stranger(connection)
+            stranger = _PendingPeer(connection)
         except OSError:
             connection.close()
             return
-        self._strangers[connection.fileno()] = stranger
+        self._pending[connection.fileno()] = stranger
         self._poller.register(connection, select.POLLIN)
 
-    def _hear(self, stranger: _Stranger) -> None:
+    def _hear(self, stranger: _PendingPeer) -> None:
         try:
             answer = stranger.answer()
             if answer is None:
@@ -226,28 +226,28 @@ class Rendezvous:
             self._drop(stranger)
             return
         self._poller.unregister(stranger.connection)
-        del self._strangers[stranger.connection.fileno()]
+        del self._pending[stranger.connection.fileno()]
         self._joined[rank] = stranger.connection
         self.missing.remove(rank)
 
     def _drop_the_late(self) -> None:
         now = time.monotonic()
-        for count, stranger in zip(range(len(self._strangers), 0, -1), list(self._strangers.values()), strict=True):
-            if stranger.until > now and count <= MOST_STRANGERS:
+        for count, stranger in zip(range(len(self._pending), 0, -1), list(self._pending.values()), strict=True):
+            if stranger.until > now and count <= MOST_PENDING:
                 return
             self._drop(stranger)
 
-    def _drop(self, stranger: _Stranger) -> None:
+    def _drop(self, stranger: _PendingPeer) -> None:
         self._poller.unregister(stranger.connection)
-        del self._strangers[stranger.connection.fileno()]
+        del self._pending[stranger.connection.fileno()]
         stranger.connection.close()
 
     def _close_all(self) -> None:
-        for stranger in self._strangers.values():
+        for stranger in self._pending.values():
             stranger.connection.close()
         for listener in self._listeners.values():
             listener.close()
-        self._strangers, self._listeners = {}, {}
+        self._pending, self._listeners = {}, {}
 
 
 def code(secret: bytes, nonce: bytes, name: object) -> bytes:

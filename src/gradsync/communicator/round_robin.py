@@ -16,7 +16,7 @@ from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Si
 from gradsync.communicator.collective import Collective, again
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.process_group import ProcessGroupCommunicator
-from gradsync.communicator.root_cause import Circle
+from gradsync.communicator.root_cause import FailureDomain
 from gradsync.communicator.topology import CommunicatorFactory, make_subgroups
 
 __all__ = ["RoundRobinCommunicator"]
@@ -51,8 +51,8 @@ class RoundRobinCommunicator(BaseCommunicator):
         if count < 1:
             raise ConfigurationError(f"count must be at least 1, got {count}")
         everybody = range(dist.get_world_size(group))
-        circle = Circle(group)
-        groups = [make_subgroups(circle, [everybody]) for _ in range(count)]
+        domain = FailureDomain(group)
+        groups = [make_subgroups(domain, [everybody]) for _ in range(count)]
         return cls([communicator(made) for made in groups if made is not None])
 
     def __repr__(self) -> str:
@@ -64,12 +64,12 @@ class RoundRobinCommunicator(BaseCommunicator):
 
     @property
     def failure(self) -> GradsyncError | None:
-        return self.fate.failure or next((each.failure for each in self.communicators if each.failure), None)
+        return self.state.failure or next((each.failure for each in self.communicators if each.failure), None)
 
     @property
     def failure_flags(self) -> list[torch.Tensor]:
         below = [flag for each in self.communicators for flag in getattr(each, "failure_flags", ())]
-        return [self.fate.flag, *below]
+        return [self.state.flag, *below]
 
     def averages(self, device: torch.device) -> bool:
         return all(each.averages(device) for each in self.communicators)
@@ -119,7 +119,7 @@ class RoundRobinCommunicator(BaseCommunicator):
             return super().explain(collective, error)
         # The communicator that had the turn knows whether it is out of step.
         if self.failure is not None:
-            error = self._attested(error)
+            error = self._with_details(error)
             self._fail(error)
             self._tell_once(str(error))
         return error

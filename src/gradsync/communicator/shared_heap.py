@@ -80,7 +80,7 @@ class HostPeers:
         """In steps: ranks agree on the outcome of one before they begin the next.
 
         So a rank that cannot continue, because it has no descriptor left or a different namespace, leaves nobody
-        waiting. See [Note: strangers] in rendezvous.py.
+        waiting. See [Note: authentication] in rendezvous.py.
         """
         later = set(range(self.rank + 1, self.world_size))
         with contextlib.ExitStack() as opened:

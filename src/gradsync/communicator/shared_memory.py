@@ -55,7 +55,7 @@ STAGE_BYTES = 512 * 1024
 # Below this every rank adds up everything itself, which is less work than synchronizing a second time.
 SMALL_BYTES = 32 * 1024
 # Below this a collective takes less time than to wake the thread for it: it runs with the next one, or at the end.
-LEISURE_BYTES = 256 * 1024
+LAZY_BYTES = 256 * 1024
 # Sizes of messages for which the tensors over the stages are kept. There are few, unless sizes are data.
 MOST_KNOWN = 64
 TIMEOUT_SECONDS = 1800.0
@@ -124,7 +124,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
 
     @property
     def failure(self) -> GradsyncError | None:
-        return self.fate.failure or self.over.failure
+        return self.state.failure or self.over.failure
 
     def averages(self, device: torch.device) -> bool:
         return False if device.type == "cpu" else self.over.averages(device)
@@ -194,7 +194,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         return self._start(collective, tensor, lambda: self._exchange(call, output, tensor, arriving, leaving))
 
     def _start(self, collective: Collective, tensor: torch.Tensor, run: Callable[[], None]) -> Handle:
-        return self._queue_up(collective, run, lazy=tensor.nbytes <= LEISURE_BYTES)
+        return self._queue_up(collective, run, lazy=tensor.nbytes <= LAZY_BYTES)
 
     def _offsets(self, whole: torch.Tensor, shares: Shares) -> list[int]:
         """Where the shares of ``whole`` begin and end."""

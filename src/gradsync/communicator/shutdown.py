@@ -28,7 +28,7 @@ import torch
 
 from gradsync.communicator.logs import log_errors
 
-__all__ = ["UnderWay", "await_at_end", "keep_for_good", "keep_track", "leave_all", "never_let_go"]
+__all__ = ["UnderWay", "join_at_exit", "keep_forever", "keep_past_exit", "register", "shut_down_all"]
 
 # For all threads of all wires together, and for those of Gloo.
 PATIENCE_SECONDS = 2.0
@@ -55,7 +55,7 @@ class Leaver(Protocol):
 _wires: "weakref.WeakKeyDictionary[Leaver, None]" = weakref.WeakKeyDictionary()
 
 
-def keep_track(communicator: Leaver) -> None:
+def register(communicator: Leaver) -> None:
     """Notify ``communicator`` when this process forks, and when it exits."""
     _wires[communicator] = None
 
@@ -91,13 +91,13 @@ class UnderWay:
 _under_way: list[UnderWay] = []
 
 
-def keep_for_good(under_way: UnderWay) -> UnderWay:
+def keep_past_exit(under_way: UnderWay) -> UnderWay:
     """Keep its remaining tensors alive past the end of the process."""
     _under_way.append(under_way)
     return under_way
 
 
-def never_let_go(thing: object) -> None:
+def keep_forever(thing: object) -> None:
     """Keep an object alive past the end of the interpreter, which then does not run its destructor."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
@@ -105,14 +105,14 @@ def never_let_go(thing: object) -> None:
 _awaited: list[threading.Thread] = []
 
 
-def await_at_end(thread: threading.Thread) -> None:
+def join_at_exit(thread: threading.Thread) -> None:
     """Join this thread, which returns from C++ within seconds, when the process exits."""
     _awaited[:] = [each for each in _awaited if each.is_alive()]
     _awaited.append(thread)
 
 
 @atexit.register
-def leave_all() -> None:
+def shut_down_all() -> None:
     """Shuts down all communicators. See [Note: the end]."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     # A communicator over others was created after them. It leaves first: while its thread runs, it restarts theirs.
@@ -124,7 +124,7 @@ def leave_all() -> None:
     for thread in _awaited:
         thread.join(max(0.0, deadline - time.monotonic()))
     for tensor in (tensor for each in _under_way for tensor in each.left()):
-        never_let_go(tensor)
+        keep_forever(tensor)
     _await_idle_gloo()
 
 

@@ -33,7 +33,7 @@ __all__ = [
     "note_exit",
     "note_exits",
     "noted_exit",
-    "tell_uncaught",
+    "report_uncaught",
 ]
 
 ENDED, EXITED = "has ended its script", "called sys.exit("
@@ -116,7 +116,7 @@ def _is_library(file: str) -> bool:
 _is_installed = False
 
 
-def tell_uncaught(in_main: Callable[[BaseException], None], in_thread: Callable[[BaseException, int], None]) -> None:
+def report_uncaught(in_main: Callable[[BaseException], None], in_thread: Callable[[BaseException, int], None]) -> None:
     """Call ``in_main`` with an exception that ends the script, and ``in_thread`` with one that ends a thread, and the
     number of the thread. Once per process."""
     global _is_installed

@@ -139,7 +139,7 @@ LOGGER = logging.getLogger("gradsync")
 
 # To mark a window costs the host some hundredths of a millisecond. Of shorter ones one in two, four, eight is marked,
 # which are the same on all ranks. Not each eighth: what a rank does once in eight windows, as writing a log, would be
-# in all that are marked, or in none. Steps of the golden section round a circle keep to no rhythm.
+# in all that are marked, or in none. Steps of the golden section round a domain keep to no rhythm.
 SHORTEST_SECONDS = 0.02
 MOST_APART = 32
 ROUND = 1 << 32

@@ -1,4 +1,4 @@
-"""Tracks collectives that a device has not finished yet, although the host that started them has moved on.
+"""What is in flight on a transport, and its first failure: read by other threads, without ever waiting for a lock.
 
 On an accelerator nobody waits in a handle: the stream does, and the host only blocks much later, in
 ``torch.cuda.synchronize()`` or ``.item()``. To tell which collective a rank is stuck in, started collectives are
@@ -12,24 +12,23 @@ Completion is read from the future that torch's own NCCL watchdog completes (``W
 Work that failed has a result as well. It counts as outstanding: its kernels hang until something aborts them.
 """
 
+import itertools
+import math
 import threading
 import time
 from collections import deque
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-__all__ = ["Outstanding", "StartedCollective"]
+import torch
+
+from gradsync.base.errors import GradsyncError
+
+__all__ = ["Outstanding", "PendingWait", "StartedCollective", "TransportState"]
 
 SUCCESS = 0
 # Who looks for the oldest takes those out that have ended. Where nobody does, whoever appends does it from here on.
 MOST_LISTED = 4096
-
-
-class Outcome(Protocol):
-    """The part of a future that is used here: its value is :data:`SUCCESS` if the work succeeded."""
-
-    def done(self) -> bool: ...
-
-    def value(self) -> Any: ...
 
 
 class StartedCollective(NamedTuple):
@@ -38,7 +37,8 @@ class StartedCollective(NamedTuple):
     It is created on the path of backward, so it is only described when somebody asks.
     """
 
-    outcome: Outcome
+    # A future, whose value is SUCCESS if the work succeeded.
+    outcome: Any
     place: int
     started_at: float
     number: int | str
@@ -55,12 +55,12 @@ class StartedCollective(NamedTuple):
     @property
     def has_ended(self) -> bool:
         """Whether the device has finished it."""
-        return self.outcome.done() and self.outcome.value() == SUCCESS
+        return bool(self.outcome.done() and self.outcome.value() == SUCCESS)
 
     @property
     def has_failed(self) -> bool:
         """Whether the backend has given it up, by an error or by its own timeout."""
-        return self.outcome.done() and self.outcome.value() != SUCCESS
+        return bool(self.outcome.done() and self.outcome.value() != SUCCESS)
 
 
 class Outstanding:
@@ -114,3 +114,81 @@ class Outstanding:
             return None
         oldest = self.oldest()
         return oldest[0] if oldest is not None and now - oldest[0].started_at >= limit else None
+
+
+class PendingWait(NamedTuple):
+    """A collective that a thread waits for, or the device: the ``place``-th of its communicator, since when."""
+
+    place: int
+    since: float
+    describe: Callable[[], str]
+    on_device: bool = False
+    has_failed: bool = False
+
+
+class TransportState:
+    """The first failure of a transport, and what is in flight on it. Communicators over the same transport share one.
+
+    Other threads read it while collectives run, without ever waiting for a lock.
+    """
+
+    __slots__ = (
+        "_flag",
+        "_places",
+        "complete_message",
+        "device_timeout",
+        "failure",
+        "lost_after",
+        "lost_rank",
+        "outstanding",
+        "started",
+        "waits",
+    )
+
+    def __init__(self) -> None:
+        self.failure: GradsyncError | None = None
+        self._flag: torch.Tensor | None = None
+        # The message of a rank that was lost, and the last place that it may have taken part in.
+        self.lost_rank: str | None = None
+        self.lost_after = 0
+        # How many collectives were started, and those (:class:`Collective`) that a thread waits for, since when.
+        self._places = itertools.count(1)
+        self.started = 0
+        self.waits: dict[Any, float] = {}
+        # Those that a device is at, where somebody watches and the backend tells. Else None.
+        self.outstanding: Outstanding | None = None
+        self.device_timeout = math.inf
+        # May know more about the other ranks than the communicator does: it gets a failure message, and completes it.
+        self.complete_message: Callable[[str], str] | None = None
+
+    def next_place(self) -> int:
+        self.started = place = next(self._places)
+        return place
+
+    def fail(self, failure: GradsyncError) -> None:
+        """Keep the first failure."""
+        if self.failure is None:
+            self.failure = failure
+        if self._flag is not None:
+            self._flag.fill_(1.0)
+
+    def pending_waits(self) -> list[PendingWait]:
+        # The copy is atomic, whatever other threads do to the dictionary.
+        waits = [PendingWait(each.place, since, each.describe) for each, since in self.waits.copy().items()]
+        oldest = None if self.outstanding is None else self.outstanding.oldest()
+        if oldest is not None:
+            first, since = oldest
+            waits.append(PendingWait(first.place, since, first.describe, on_device=True, has_failed=first.has_failed))
+        return waits
+
+    @property
+    def flag(self) -> torch.Tensor:
+        """A number in host memory that devices can read: 1.0 once there is a failure, and before anything is aborted.
+
+        So a copy to the device that is queued behind a collective tells whether the collective was aborted.
+        """
+        if self._flag is None:
+            self._flag = torch.zeros((), pin_memory=torch.cuda.is_available())
+            if self.failure is not None:
+                self._flag.fill_(1.0)
+        return self._flag
