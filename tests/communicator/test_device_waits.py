@@ -214,7 +214,7 @@ def stop_one(timeout: float) -> tuple[str, float, bool]:
         with Hub(timeout=timeout) as hub:
             line = hub.lines[1]
             engine = Engine(3)
-            hub.agent.look_at(engine)
+            hub.agent.sampler.add(engine)
             wire = ProcessGroupCommunicator(hub.group)
             hub.agent.guard(wire)
             began = time.monotonic()

@@ -68,7 +68,7 @@ def test_a_wire_over_others_leaves_before_them() -> None:
         def after_fork(self) -> None:
             raise NotImplementedError
 
-        def leave(self, seconds: float) -> None:
+        def shutdown(self, seconds: float) -> None:
             left.append(self.name)
 
     wires = [BaseCommunicator(f"wire {number}") for number in range(20)]
@@ -86,7 +86,7 @@ def give_up_unwatched() -> list[str]:
         wire.all_reduce(torch.ones(100_000))
         time.sleep(0.3)
     # Not as long as the wire itself would wait.
-    wire.leave(20.0)
+    wire.shutdown(20.0)
     left = [thread.name for thread in threading.enumerate() if thread.name == "gradsync-shared-memory"]
     dist.barrier()
     return left

@@ -497,7 +497,7 @@ def lose_what_waits() -> tuple[str, str, str]:
         engine = Engine(3)
         for wire in (busy, idle):
             hub.agent.guard(wire)
-        hub.agent.look_at(engine)
+        hub.agent.sampler.add(engine)
         said: list[str] = []
 
         def wait() -> None:

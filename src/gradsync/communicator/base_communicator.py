@@ -34,13 +34,16 @@ from gradsync.communicator.logs import LOGGER, log_errors, rank_name
 from gradsync.communicator.shutdown import register
 from gradsync.communicator.transport_state import TransportState
 
-__all__ = ["BaseCommunicator", "Shares", "Sizes"]
+__all__ = ["BaseCommunicator", "Shares", "Sizes", "Start"]
 
 Sizes = tuple[int, ...]
 """Elements per rank."""
 
 Shares = Sizes | None
 """Elements per rank, as :data:`Counts` that were checked. None: all are equal."""
+
+Start = Callable[[Communicator], Handle]
+"""Starts a collective on another communicator."""
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -51,7 +54,7 @@ class BaseCommunicator:
 
     # Whether ranks that raise MismatchError, all of them, are still in step.
     survives_mismatch = False
-    # Whether a collective that failed here is told to the others as if it had been given up: else they wait for it.
+    # Whether the others are notified of a collective that failed here, as if it had been given up: else they wait.
     tells_failures = False
     summed = SUMMED_BY_TORCH
 
@@ -136,46 +139,50 @@ class BaseCommunicator:
         return self._all_to_all(collective, flat(output), flat(tensor), arriving, leaving)
 
     def abort(self, reason: str) -> None:
-        if self._is_forked:
-            return
-        name = rank_name(self.group, self.rank)
-        self._fail(CommunicatorLostError(f"{name} has given its communicator up: {reason}"))
-        self._tell_once(reason)
+        self._give_up(f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}", reason)
 
     def lose(self, message: str) -> None:
         """Other ranks are known to be gone from an outside source: raise CommunicatorLostError with ``message`` here.
 
         Like :meth:`abort`, it never blocks, and may be called from any thread.
         """
-        if self._is_forked:
-            return
-        self._fail(CommunicatorLostError(message))
-        self._tell_once(message)
+        self._give_up(message, message)
 
-    # -- what a communicator writes -----------------------------------------------------------------------------------
+    def _give_up(self, message: str, reason: str) -> None:
+        if not self._is_forked:
+            self._fail(CommunicatorLostError(message))
+            self._tell_once(reason)
+
+    # -- what a communicator implements: these five, or one that passes all of them on -------------------------------
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        raise self._unwritten("all_reduce")
+        return self._delegate(collective, tensor, lambda communicator: communicator.all_reduce(tensor, op))
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        raise self._unwritten("broadcast")
+        return self._delegate(collective, tensor, lambda communicator: communicator.broadcast(tensor, source))
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        raise self._unwritten("all_gather")
+        return self._delegate(collective, tensor, lambda communicator: communicator.all_gather(output, tensor, shares))
 
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
     ) -> Handle:
-        raise self._unwritten("reduce_scatter")
+        return self._delegate(
+            collective, tensor, lambda communicator: communicator.reduce_scatter(output, tensor, op, shares)
+        )
 
     def _all_to_all(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
-        raise self._unwritten("all_to_all")
+        return self._delegate(
+            collective, tensor, lambda communicator: communicator.all_to_all(output, tensor, arriving, leaving)
+        )
 
-    def _unwritten(self, kind: str) -> ConfigurationError:
-        """A communicator that serves one purpose need not have all five; nothing was sent or counted by then."""
-        return ConfigurationError(
+    def _delegate(self, collective: Collective, tensor: torch.Tensor, start: Start) -> Handle:
+        """Have ``start`` run the collective on another communicator. By default there is none: a communicator that
+        serves one purpose need not implement all five. Nothing has been sent or counted by then."""
+        kind = collective.kind
+        raise ConfigurationError(
             f"{type(self).__name__} has no {kind}. Write _{kind} in it, or use another communicator"
         )
 
@@ -185,7 +192,7 @@ class BaseCommunicator:
         check_summed(kind, tensor, self.summed)
 
     def _tell_others(self, reason: str) -> None:
-        """Tell the other ranks that this one has given up, if the transport can."""
+        """Notify the other ranks that this one has given up, if the transport can."""
 
     def _make_queue(self) -> Background:
         return Background("gradsync stages")
@@ -249,21 +256,19 @@ class BaseCommunicator:
 
     def _issue_in_turn(self, queue: Background, start: Callable[[], Work], *, on_host: bool) -> Work:
         """After the stages that are still to be run."""
-        if on_host:
-            return Later(queue, self._unless_failed(start))
-        queue.start(lambda: None).wait()
-        return start()
+        if not on_host:
+            queue.start(lambda: None).wait()
+            return start()
 
-    def _refused(self, collective: Collective, error: BaseException) -> BaseException:
-        """What to raise for the error with which the start of ``collective`` ended."""
-        return error
-
-    def _unless_failed(self, start: Callable[[], Work]) -> Callable[[], Work]:
         def run() -> Work:
             self._refuse_after_failure()
             return start()
 
-        return run
+        return Later(queue, run)
+
+    def _refused(self, collective: Collective, error: BaseException) -> BaseException:
+        """What to raise for the error with which the start of ``collective`` ended."""
+        return error
 
     def _allocate_below(
         self, communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device
@@ -276,7 +281,7 @@ class BaseCommunicator:
 
     def _allocate_together(self, numel: int, dtype: torch.dtype, run: Callable[[], T]) -> T:
         """Have ``run`` do on this thread what all ranks do together to share memory. It has a place among the
-        collectives: whoever looks on sees that this rank waits, and who has not come."""
+        collectives: the watch sees that this rank waits, and which rank has not come."""
         self._refuse_after_failure()
         allocation, work = Allocation(self, numel, dtype), OnTheSpot(run)
         allocation.place, allocation.work = self.state.next_place(), work
@@ -368,21 +373,21 @@ class BaseCommunicator:
         self.state.failure = MisuseError(
             f"this process ({os.getpid()}) was forked from {parent}, and a communicator does not come along: its "
             "threads are the parent's, and so are its connections. Do without it in the child, such as a worker of a "
-            "DataLoader, or make a process group there anew"
+            "DataLoader, or make a new process group there"
         )
 
-    def leave(self, seconds: float) -> None:
+    def shutdown(self, seconds: float) -> None:
         """At process exit: stops this communicator's threads. See shutdown.py."""
         if self._is_forked or self._background is None:
             return
         if self._background.busy:
             self.abort("its process ends, and did not wait for what was under way")
-        self._background.leave(seconds)
+        self._background.close(seconds)
 
     def _tell_once(self, reason: str) -> None:
         if not self._aborted:
             self._aborted = True
-            with log_errors("telling the other ranks failed"):
+            with log_errors("notifying the other ranks failed"):
                 self._tell_others(reason)
 
     def _refuse_after_failure(self) -> None:

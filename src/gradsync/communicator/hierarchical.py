@@ -123,7 +123,7 @@ class HierarchicalCommunicator(BaseCommunicator):
 
     def _fail(self, failure: GradsyncError) -> None:
         super()._fail(failure)
-        # Whoever shares memory with this rank waits in a step that it will not come to, and so do the other leaders.
+        # Ranks that share memory with this one wait in a step that it will not come to, and so do the other leaders.
         self._tell_once(str(failure))
 
     def _tell_others(self, reason: str) -> None:
@@ -159,8 +159,7 @@ class HierarchicalCommunicator(BaseCommunicator):
             return self.inside.all_gather(output, tensor, shares)
         if shares is not None:
             return self._start(collective, output, lambda flat: self._gather_uneven(flat, tensor, shares))
-        gather = self._gather_in_lanes if self._everybody_leads else self._gather_by_one
-        return self._start(collective, output, lambda flat: gather(flat, tensor))
+        return self._start(collective, output, lambda flat: self._gather(flat, tensor))
 
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
@@ -210,6 +209,9 @@ class HierarchicalCommunicator(BaseCommunicator):
                 for handle in self._start_spread(piece):
                     handle.wait()
 
+    def _gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        (self._gather_in_lanes if self._everybody_leads else self._gather_by_one)(output, tensor)
+
     def _gather_in_lanes(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Leaders gather from those of their number, then the ranks of a host from each other."""
         assert self.between is not None
@@ -239,7 +241,7 @@ class HierarchicalCommunicator(BaseCommunicator):
         filled = tensor.new_zeros(most)
         filled[: tensor.numel()] = tensor
         everything = tensor.new_empty(self.world_size * most)
-        (self._gather_in_lanes if self._everybody_leads else self._gather_by_one)(everything, filled)
+        self._gather(everything, filled)
         for share, row in zip(output.split(shares), self._rows(everything), strict=True):
             share.copy_(row[: share.numel()])
 
@@ -261,7 +263,7 @@ class HierarchicalCommunicator(BaseCommunicator):
         """Everybody gets everything, and takes what is its own: simple, and as many bytes as a gather of it all."""
         counts = torch.tensor(leaving, device=tensor.device)
         everybodys = counts.new_empty(self.world_size**2)
-        (self._gather_in_lanes if self._everybody_leads else self._gather_by_one)(everybodys, counts)
+        self._gather(everybodys, counts)
         sent: list[list[int]] = self._rows(everybodys).tolist()
         for sender, receiver in enumerate(row[self.rank] for row in sent):
             if receiver != arriving[sender]:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from gradsync.base.errors import CommunicatorLostError, ConfigurationError, MisuseError
-from gradsync.communicator.background import AtWait, Background
+from gradsync.communicator.background import Background
 from gradsync.communicator.base import Handle, ReduceOp, Stage
 from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
 from gradsync.communicator.collective import Collective
@@ -257,7 +257,7 @@ class MPICommunicator(BaseCommunicator):
     # -- how a collective is run --------------------------------------------------------------------------------------
 
     def _make_queue(self) -> Background:
-        return Background("gradsync-mpi") if self._may_use_a_thread else AtWait("gradsync-mpi")
+        return Background("gradsync-mpi", has_thread=self._may_use_a_thread)
 
     def _start(self, collective: Collective, run: Callable[[], None], *, if_empty: bool = False) -> Handle:
         place, is_empty = self._place(), not (collective.numel or if_empty)

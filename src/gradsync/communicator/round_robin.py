@@ -4,15 +4,15 @@ A process group runs its collectives one after another, with a thread or a strea
 saturate the link, several do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
-from gradsync.communicator.base import Communicator, Handle, ReduceOp
-from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
+from gradsync.communicator.base import Communicator, Handle
+from gradsync.communicator.base_communicator import BaseCommunicator, Start
 from gradsync.communicator.collective import Collective, again
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.process_group import ProcessGroupCommunicator
@@ -77,30 +77,7 @@ class RoundRobinCommunicator(BaseCommunicator):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._allocate_below(self.communicators[0], numel, dtype, device)
 
-    def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        return self._give(collective, tensor, lambda communicator: communicator.all_reduce(tensor, op))
-
-    def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        return self._give(collective, tensor, lambda communicator: communicator.broadcast(tensor, source))
-
-    def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        return self._give(collective, tensor, lambda communicator: communicator.all_gather(output, tensor, shares))
-
-    def _reduce_scatter(
-        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
-    ) -> Handle:
-        return self._give(
-            collective, tensor, lambda communicator: communicator.reduce_scatter(output, tensor, op, shares)
-        )
-
-    def _all_to_all(
-        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
-    ) -> Handle:
-        return self._give(
-            collective, tensor, lambda communicator: communicator.all_to_all(output, tensor, arriving, leaving)
-        )
-
-    def _give(self, collective: Collective, tensor: torch.Tensor, start: Callable[[Communicator], Handle]) -> Handle:
+    def _delegate(self, collective: Collective, tensor: torch.Tensor, start: Start) -> Handle:
         """To the communicator whose turn it is when the collective is issued, after the stages before it."""
 
         def work() -> Handle:

@@ -101,7 +101,7 @@ class HostPeers:
         """Send ``descriptor`` to every peer, and return theirs, by rank. Collective.
 
         None if some rank came with None. OSError if this one has no room for theirs, which the others learn when all
-        :meth:`agree`. Whoever calls closes what it gets.
+        :meth:`agree`. The caller must close them.
         """
         for peer, connection in self._sockets.items():
             with self._naming(peer):

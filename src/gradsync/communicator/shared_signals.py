@@ -173,14 +173,14 @@ class Signals:
 
     def _note_end(self, peer: int) -> None:
         self._ended.add(peer)
-        # Whoever sleeps must look again: it may wait for one that waits for the one that ended.
+        # Sleeping threads must look again: they may wait for one that waits for the one that ended.
         for _, semaphore in self._mine:
             semaphore.post()
 
     def give_up(self, reason: str) -> None:
-        """Leave ``reason`` to those who will notice; what was heard before, if this rank only passes that on.
+        """Leave ``reason`` to the ranks that will notice, or the reason that another rank left before.
 
-        Whoever waits on this rank need not any more. That is told here and now: the thread that watches may see a
+        Threads that wait on this rank are released here and now: the thread that watches may see a
         socket that was closed on this side, but if it comes too late for that, the number is another file's by then.
         """
         mine = self._reasons[self._peers.rank]

@@ -22,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -30,7 +30,7 @@ from gradsync.communicator.logs import log_errors
 
 __all__ = ["UnderWay", "join_at_exit", "keep_forever", "keep_past_exit", "register", "shut_down_all"]
 
-# For all threads of all wires together, and for those of Gloo.
+# For all threads of all communicators together, and for those of Gloo.
 PATIENCE_SECONDS = 2.0
 # For aborts, each of which waits for the device to end its kernels.
 ABORT_SECONDS = 5.0
@@ -41,23 +41,14 @@ GLOO_THREAD = "pt_gloo_runloop"
 MOST_KEPT = 64
 
 
-class Leaver(Protocol):
-    """The part of a communicator that shutdown uses."""
-
-    def after_fork(self) -> None:
-        """Called in a forked child."""
-
-    def leave(self, seconds: float) -> None:
-        """Called at exit: stop all threads, within ``seconds``."""
-
-
 # In the order in which they were made.
-_wires: "weakref.WeakKeyDictionary[Leaver, None]" = weakref.WeakKeyDictionary()
+_communicators: "weakref.WeakKeyDictionary[Any, None]" = weakref.WeakKeyDictionary()
 
 
-def register(communicator: Leaver) -> None:
-    """Notify ``communicator`` when this process forks, and when it exits."""
-    _wires[communicator] = None
+def register(communicator: Any) -> None:
+    """Call ``communicator.after_fork()`` in forked children, and ``communicator.shutdown(seconds)``, which stops its
+    threads within that time, at exit."""
+    _communicators[communicator] = None
 
 
 class UnderWay:
@@ -116,10 +107,10 @@ def shut_down_all() -> None:
     """Shuts down all communicators. See [Note: the end]."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     # A communicator over others was created after them. It leaves first: while its thread runs, it restarts theirs.
-    for communicator in reversed(list(_wires)):
+    for communicator in reversed(list(_communicators)):
         # One that cannot must not keep the others from it.
         with log_errors("a communicator could not be closed"):
-            communicator.leave(max(0.0, deadline - time.monotonic()))
+            communicator.shutdown(max(0.0, deadline - time.monotonic()))
     deadline = time.monotonic() + ABORT_SECONDS
     for thread in _awaited:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -150,7 +141,7 @@ def _gloo_states() -> Iterator[str]:
 
 
 def _after_fork() -> None:
-    for communicator in list(_wires):
+    for communicator in list(_communicators):
         communicator.after_fork()
 
 

@@ -27,7 +27,7 @@ from gradsync.base.errors import GradsyncError
 __all__ = ["Outstanding", "PendingWait", "StartedCollective", "TransportState"]
 
 SUCCESS = 0
-# Who looks for the oldest takes those out that have ended. Where nobody does, whoever appends does it from here on.
+# Looking for the oldest removes those that have ended. From this many on, appending does, in case nobody looks.
 MOST_LISTED = 4096
 
 

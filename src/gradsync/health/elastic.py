@@ -197,7 +197,7 @@ class LighthouseMembership:
 
     def ask(self, standing: MemberStatus, timeout: float) -> list[ElasticMember]:
         if self._thread is None:
-            # Not before: the lighthouse lets the others wait for whoever lives, and this rank may have to get ready.
+            # Not before: the lighthouse lets the others wait for every live rank, and this rank may have to get ready.
             self._thread = threading.Thread(target=self._beat, name="gradsync lighthouse", daemon=True)
             self._thread.start()
         try:

@@ -37,7 +37,7 @@ from gradsync.health.watch.guards import Guards
 from gradsync.health.watch.messages import Member, ended, raised_error, sort_key, suspected
 from gradsync.health.watch.pacing import Pacing
 from gradsync.health.watch.protocol import HUB, Line, pack
-from gradsync.health.watch.status import MOST_LETTERS, UNKNOWN, Model, RankStatus, Sampler
+from gradsync.health.watch.status import MOST_LETTERS, UNKNOWN, RankStatus, Sampler
 
 __all__ = ["Agent", "Plan"]
 
@@ -51,7 +51,7 @@ LONGEST_BEAT_SECONDS = 2.0
 LOOK_SECONDS = 0.1
 # How long the message of a communicator's failure waits for what the watch learns of it.
 PATIENCE_SECONDS = 0.5
-# This thread was not run for so long: the whole process was stopped.
+# If this thread was not run for that long, the whole process was stopped.
 STOPPED_SECONDS = 3.0
 EXIT_SECONDS = 1.0
 # How long before the timeout of the group a wait on a device is ended, at most, and as a part of it: torch, which looks
@@ -60,7 +60,7 @@ EARLIER_SECONDS, EARLIER_SHARE = 1.0, 0.1
 # What a process that was stopped itself has left, once it goes on, to end what it was in.
 RESUMED_SECONDS = 0.5
 MOST_SUSPECTS = 4
-MOST_ERRORS = 8
+MOST_REQUESTS = 8
 
 GONE = "has ended without a word, killed or by os._exit(),"
 
@@ -119,9 +119,8 @@ class Agent:
         self._waker, self._woken = socket.socketpair()
         self._exit_message = ""
         self._is_closed = False
-        self._asks_for_dump = False
-        # What this rank has raised, for its thread to report.
-        self._raised: deque[str] = deque(maxlen=MOST_ERRORS)
+        # What other threads want this thread to do.
+        self._requests: deque[Callable[[float], None]] = deque(maxlen=MOST_REQUESTS)
         # When something on a device has lasted too long.
         self._deadline = math.inf
         self._thread = threading.Thread(target=self._run, name="gradsync watch", daemon=True)
@@ -134,9 +133,6 @@ class Agent:
         for number, line in self._lines.items():
             self._selector.register(line, selectors.EVENT_READ, partial(self._receive, number, line))
         self._thread.start()
-
-    def look_at(self, model: Model) -> None:
-        self.sampler.add(model)
 
     def guard(self, communicator: object) -> None:
         """No rank shall wait on ``communicator`` for a rank that has exited. All ranks guard the same communicators in
@@ -164,13 +160,11 @@ class Agent:
 
     def ask_for_dumps(self) -> None:
         """Make every rank write its status."""
-        self._asks_for_dump = True
-        self._wake()
+        self._request(partial(self._take, self.plan.me, {"dump": True}))
 
     def report_error(self, message: str) -> None:
         """Report to the others now, and not at exit, that this rank has raised and may continue."""
-        self._raised.append(message)
-        self._wake()
+        self._request(partial(self._send_error, message))
 
     def describe(self) -> dict[str, Any]:
         """What the others have reported, for a dump."""
@@ -201,6 +195,10 @@ class Agent:
             each.close()
         for line in self._lines.values():
             line.close()
+
+    def _request(self, action: Callable[[float], None]) -> None:
+        self._requests.append(action)
+        self._wake()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -247,14 +245,13 @@ class Agent:
     def _on_wake(self, now: float) -> None:
         with contextlib.suppress(OSError):
             self._woken.recv(64)
-        if self._asks_for_dump:
-            self._asks_for_dump = False
-            self._take(self.plan.me, {"dump": True}, now)
-        while self._raised:
-            # To the hub, which learns whether this rank goes on; the hub's own to all, who learn that of the hub.
-            message = {"error": self._raised.popleft(), "status": asdict(self.sampler.look(now))}
-            for line in self._lines.values():
-                line.send(message)
+        while self._requests:
+            self._requests.popleft()(now)
+
+    def _send_error(self, error: str, now: float) -> None:
+        # To the hub, which learns whether this rank goes on; the hub's own to all, who learn that of the hub.
+        for line in self._lines.values():
+            line.send({"error": error, "status": asdict(self.sampler.look(now))})
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -385,7 +382,10 @@ class Agent:
         exits = sorted(self._detector.exits.values(), key=sort_key)
         noticed = [(exit_record, self._detector.noticed[exit_record.member]) for exit_record in exits]
         for number, exit_record in self._guards.stranded(noticed, now):
-            message = f"{ended(self.plan.members, exit_record)}. {self._own_wait(number, now)}"
+            message, status = ended(self.plan.members, exit_record), self.sampler.look(now)
+            waits = [wait for wait in status.waits if wait.communicator == number]
+            if waits:
+                message += f". {self._name} waited for it in window {status.windows + 1}, in {waits[-1].what}"
             self._guards.lose(number, message.rstrip(". "))
 
     def _end_overdue(self, now: float) -> None:
@@ -401,11 +401,6 @@ class Agent:
                 f"{overdue.describe()}; the timeout of the group is {self.plan.timeout:g} s",
             )
         self._deadline = self._guards.deadline()
-
-    def _own_wait(self, number: int, now: float) -> str:
-        waits = [wait for wait in self.sampler.look(now).waits if wait.communicator == number]
-        window = self.sampler.look(now).windows + 1
-        return f"{self._name} waited for it in window {window}, in {waits[-1].what}" if waits else ""
 
     # -- what is known ------------------------------------------------------------------------------------------------
 

@@ -155,7 +155,7 @@ def _stacks() -> dict[str, list[str]]:
     return {f"{names.get(number, 'thread')} {number}": stack_of(number) for number in list(sys._current_frames())}
 
 
-def _begin_anew() -> None:
+def _after_fork() -> None:
     """In a forked child, whose parent listens: that thread is not here, and signals are the child's own."""
     global _listens
     if _listens:
@@ -163,7 +163,7 @@ def _begin_anew() -> None:
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 PATTERN = "rank-*.json"

@@ -76,7 +76,7 @@ def look_at(model: Model, communicator: Communicator) -> None:
     note_model(model)
     agent = None if communicator.group is None else _agents.get(communicator.group)
     if agent is not None:
-        agent.look_at(model)
+        agent.sampler.add(model)
 
 
 def leave_watch(group: Any, message: str) -> None:
