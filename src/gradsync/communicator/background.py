@@ -166,8 +166,10 @@ class Task:
         self._callbacks: list[Callable[[], None]] = []
 
     def done(self) -> bool:
-        if not self.ended:
-            self._hurry()
+        if not self.ended and not self._hurries:
+            # Somebody asks and does not wait: a lazy task must complete without a waiter.
+            self._hurries = True
+            self._queue.wake()
         return self.ended
 
     def when_done(self, callback: Callable[[], None]) -> None:
@@ -204,12 +206,6 @@ class Task:
             self.run = None
             self.ended = True
             self._call_back()
-
-    def _hurry(self) -> None:
-        """Somebody asks whether it is done but does not wait: a lazy task must complete without a waiter."""
-        if not self._hurries:
-            self._hurries = True
-            self._queue.wake()
 
     def _call_back(self) -> None:
         while self._callbacks:

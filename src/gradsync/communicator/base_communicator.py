@@ -344,7 +344,7 @@ class BaseCommunicator:
         return explained
 
     def _with_details(self, error: E) -> E:
-        """With what is known of the other ranks beside this communicator, if this is the first that is heard of it."""
+        """With what the watch knows of the other ranks, if this is the first failure."""
         complete_message = self.state.complete_message
         if complete_message is None or self.state.failure is not None or not isinstance(error, CommunicatorLostError):
             return error

@@ -299,13 +299,13 @@ class ProcessGroupCommunicator(BaseCommunicator):
     def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
         if not isinstance(error, RuntimeError):
             return error
-        said = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         others = listed(
             [rank_name(self.group, rank) for rank in range(self.world_size) if rank != self.rank] or ["none"]
         )
         message = (
             f"{rank_name(self.group, self.rank)}: {collective.describe()} failed in the process group "
-            f"({self.backend}): {said}. Of {others} one has ended, hangs or runs other collectives; see what they "
+            f"({self.backend}): {reason}. Of {others} one has ended, hangs or runs other collectives; see what they "
             "wrote, and start all ranks again"
         )
         return CommunicatorLostError(find_root_cause(self.group, message))

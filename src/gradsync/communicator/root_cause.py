@@ -18,7 +18,7 @@ __all__ = ["BEFORE", "FailureDomain", "clear_root_cause", "find_root_cause"]
 # What a failure may take longer for that. A store answers in less than a thousandth of it, if it does.
 PATIENCE_SECONDS = 0.5
 KEY = "gradsync/failed"
-# Between what a rank says itself and what the first to fail has said.
+# Between a rank's own message and that of the first rank to fail.
 BEFORE = ". Before that, "
 
 
@@ -29,7 +29,7 @@ class FailureDomain:
         self.group = group
         # Made on all ranks alike, so that it has the same number everywhere.
         _made[group] = self.number = _made.get(group, 0) + 1
-        _take_away(group, self.key)
+        _delete(group, self.key)
 
     @property
     def key(self) -> str:
@@ -51,8 +51,8 @@ def find_root_cause(group: Any, message: str) -> str:
     root, key = (group, KEY) if domain is None else (domain.group, domain.key)
 
     def ask() -> bytes:
-        told: bytes = _store_of(root).compare_set(key, "", message)
-        return told
+        answer: bytes = _store_of(root).compare_set(key, "", message)
+        return answer
 
     answer = None if root in _unanswered else _within(PATIENCE_SECONDS, ask)
     if answer is None:
@@ -64,10 +64,10 @@ def find_root_cause(group: Any, message: str) -> str:
 def clear_root_cause(group: Any) -> None:
     """The first communicator over ``group`` is created: delete messages of earlier groups."""
     if group not in _failure_domains:
-        _take_away(group, KEY)
+        _delete(group, KEY)
 
 
-def _take_away(group: Any, key: str) -> None:
+def _delete(group: Any, key: str) -> None:
     """By one rank, before any can have failed: without it nobody gets as far as that."""
 
     def ask() -> bytes:
@@ -93,7 +93,7 @@ def _within(seconds: float, ask: Callable[[], bytes]) -> bytes | None:
             return
 
     try:
-        thread = threading.Thread(target=run, name="gradsync first cause", daemon=True)
+        thread = threading.Thread(target=run, name="gradsync root cause", daemon=True)
         thread.start()
         thread.join(seconds)
     except RuntimeError:  # no thread left, or the interpreter ends

@@ -87,8 +87,8 @@ class HostPeers:
             rendezvous = make_together(
                 communicator, "make a Unix socket", lambda: opened.enter_context(contextlib.closing(Rendezvous(later)))
             )
-            told = [Invitation.read(each) for each in gather_bytes(communicator, rendezvous.invitation.pack())]
-            make_together(communicator, _REACH, lambda: self._connect(told[: self.rank]))
+            invitations = [Invitation.read(each) for each in gather_bytes(communicator, rendezvous.invitation.pack())]
+            make_together(communicator, _REACH, lambda: self._connect(invitations[: self.rank]))
             make_together(communicator, _REACH, lambda: self._sockets.update(rendezvous.take()))
         self.process_ids = {peer: Credentials.of(each).process for peer, each in self._sockets.items()}
 

@@ -155,7 +155,7 @@ class TransportState:
         self._places = itertools.count(1)
         self.started = 0
         self.waits: dict[Any, float] = {}
-        # Those that a device is at, where somebody watches and the backend tells. Else None.
+        # Those that a device is at, where there is a watch and the backend reports them. Else None.
         self.outstanding: Outstanding | None = None
         self.device_timeout = math.inf
         # May know more about the other ranks than the communicator does: it gets a failure message, and completes it.

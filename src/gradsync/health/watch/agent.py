@@ -3,7 +3,7 @@ r"""One rank's part of the watch: a thread that reports this rank's status and r
 ::
 
             rank 0, the hub                 every second: a heartbeat on each line, both ways
-           /       |       \                a line closes: that rank is gone, and the hub tells all
+           /       |       \                a line closes: that rank is gone, and the hub informs all
        rank 1   rank 2   rank 3             the hub's line closes: rank 0 is gone, and each rank sees it
 
 A communicator is lost only when a rank has waited on it for a while, for something that cannot arrive any more: a rank
@@ -106,7 +106,7 @@ class Agent:
         guards = self._guards = Guards(group, plan.device_timeout)
         self.sampler = Sampler(lambda: guards.states, shows_stack_after=BEAT_SECONDS if plan.shows_stacks else None)
         self._group = weakref.ref(group)
-        # Not all are: then nobody can tell when they are destroyed.
+        # Not all are: then their destruction goes unnoticed.
         self._is_registered = group in dist.distributed_c10d._world.pg_map
         self._lines = lines
         self._detector = Detector(plan.me, list(lines), time.monotonic(), sees_all=self._is_hub)

@@ -93,7 +93,7 @@ Kind = Literal["silent", "behind", "at odds"]
 class ExitRecord:
     """How a rank exited, in ``words``; ``at`` is the time of day.
 
-    Its last status is the one in its goodbye, if it sent one; otherwise the last one received, ``age`` seconds earlier.
+    Its last status is the one in its exit message, if it sent one; else the last one received, ``age`` seconds before.
     """
 
     member: int

@@ -100,11 +100,11 @@ def _callers(frame: FrameType | None) -> Iterable[tuple[str, int]]:
 
 def _call_in_words(code: object, frames: Iterable[tuple[str, int]]) -> str:
     """``frames``: innermost first."""
-    said = "" if code is None else repr(code)
-    said = said if len(said) <= MOST_LETTERS else f"{said[:MOST_LETTERS]}…"
+    argument = "" if code is None else repr(code)
+    argument = argument if len(argument) <= MOST_LETTERS else f"{argument[:MOST_LETTERS]}…"
     known = list(frames)
     file, line = next((each for each in known if not _is_library(each[0])), known[0] if known else ("", 0))
-    return f"sys.exit({said})" + (f" in line {line} of {file}" if file else "")
+    return f"sys.exit({argument})" + (f" in line {line} of {file}" if file else "")
 
 
 def _is_library(file: str) -> bool:
