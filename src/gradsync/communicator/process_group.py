@@ -84,17 +84,17 @@ class _TorchWork:
 class _GlooWork(_TorchWork):
     """A collective of Gloo's, which may never complete. See [Note: lost sends] in peer_link.py."""
 
-    __slots__ = ("_wire",)
+    __slots__ = ("_communicator",)
 
     def __init__(self, communicator: BaseCommunicator, work: Any, *tensors: torch.Tensor) -> None:
         super().__init__(work, *tensors)
-        self._wire = communicator
+        self._communicator = communicator
 
     def wait(self) -> None:
         while not self._waited_for(LOOK):
-            if self._wire.failure is not None:
+            if self._communicator.failure is not None:
                 # The group's own end would wait for the thread that is still in it.
-                keep_forever(self._wire.group)
+                keep_forever(self._communicator.group)
                 raise GivenUpError
         _under_way.end(self._number)
 

@@ -254,7 +254,7 @@ def _conclusions(ranks: Sequence[int], statuses: dict[int, RankStatus], by_rank:
     waiting = [rank for rank, status in statuses.items() if status.waits]
     if not lines and waiting:
         names = listed([f"rank {rank}" for rank in waiting])
-        lines.append(f"All ranks have come to what {names} waited for: the wire was at work on it.")
+        lines.append(f"All ranks have come to what {names} waited for: it is under way.")
     if waiting and missing and len(lines) == 1:
         lines.append(f"{listed([f'rank {rank}' for rank in waiting])} may wait for what wrote nothing.")
     return lines or ["Nobody waits for anybody."]
