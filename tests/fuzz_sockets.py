@@ -128,7 +128,7 @@ class Stranger:
                 [struct.pack(">I", len(deep)) + deep],
                 [
                     pack({"beat": {"windows": "x"}}),
-                    pack({"bye": "x"}),
+                    pack({"exit": "x"}),
                     pack({"ended": {"member": 0}}),
                     pack({"off": 1}),
                 ],

@@ -55,12 +55,11 @@ def check_exact_values(wire: MPICommunicator) -> None:
             assert torch.equal(shared.all_reduce("max", dtype, numel), largest), dtype
         for source in (0, n - 1):
             assert torch.equal(shared.broadcast(source, dtype), shared.pattern(source, 30, dtype)), dtype
-        for numel in (0, 7):
-            output, sent = shared.all_gather(dtype, numel)
-            assert torch.equal(output, shared.patterns(n, numel, dtype).view(-1)), dtype
-            assert torch.equal(sent, shared.pattern(wire.rank, numel, dtype)), "what was sent has changed"
+        gathered, nothing = shares.gather([None, (0,) * n], dtype)
+        assert torch.equal(gathered, shared.patterns(n, 7, dtype).view(-1)), dtype
+        assert nothing.numel() == 0
         total = shared.patterns(n, 7 * n, dtype).sum(0, dtype=dtype)
-        assert torch.equal(shared.reduce_scatter(dtype), total.chunk(n)[wire.rank]), dtype
+        assert torch.equal(shares.scatter([None], "sum", dtype)[0], total.chunk(n)[wire.rank]), dtype
 
 
 def check_the_bits_of_the_reference(wire: MPICommunicator) -> None:
@@ -102,7 +101,7 @@ def check_several_and_views(wire: MPICommunicator) -> None:
         assert torch.equal(total, inputs.sum(0))
         assert torch.equal(output, inputs.sum(0).chunk(n)[wire.rank])
         assert torch.equal(gathered, inputs.view(-1))
-    kept, whole = shared.shares_in_place()
+    kept, whole = shares.scatter_in_place(None)
     total = shared.patterns(n, 7 * n, torch.float64).sum(0)
     assert torch.equal(kept, total.chunk(n)[wire.rank])
     assert torch.equal(whole, total)
@@ -131,11 +130,11 @@ def check_handles_and_stages(wire: MPICommunicator) -> None:
 def check_shares_of_several_sizes(wire: MPICommunicator) -> None:
     n, all_counts = wire.world_size, shares.COUNTS[wire.world_size]
     for dtype in (torch.float32, torch.int16, torch.complex64):
-        for counts, output in zip(all_counts, shares.gather_uneven(all_counts, dtype), strict=True):
+        for counts, output in zip(all_counts, shares.gather(all_counts, dtype), strict=True):
             expected = [shared.pattern(rank, count, dtype) for rank, count in enumerate(counts)]
             assert torch.equal(output, torch.cat(expected)), (dtype, counts)
     for op in ("sum", "max"):
-        for counts, output in zip(all_counts, shares.scatter_uneven(all_counts, op, torch.float64), strict=True):
+        for counts, output in zip(all_counts, shares.scatter(all_counts, op, torch.float64), strict=True):
             everybodys = shared.patterns(n, sum(counts), torch.float64)
             expected = everybodys.sum(0) if op == "sum" else everybodys.amax(0)
             assert torch.equal(output, expected.split(counts)[wire.rank]), (op, counts)

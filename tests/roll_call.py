@@ -100,8 +100,8 @@ class RollCallMembership:
         self._line = socket.create_connection((host, port))
         self._heard = b""
 
-    def ask(self, standing: MemberStatus, timeout: float) -> list[ElasticMember]:
-        told = {"identity": self.identity, "standing": dataclasses.asdict(standing)}
+    def ask(self, status: MemberStatus, timeout: float) -> list[ElasticMember]:
+        told = {"identity": self.identity, "status": dataclasses.asdict(status)}
         self._line.sendall(json.dumps(told).encode() + b"\n")
         self._line.settimeout(timeout)
         while b"\n" not in self._heard:
@@ -111,7 +111,7 @@ class RollCallMembership:
             self._heard += said
         answer, _, self._heard = self._heard.partition(b"\n")
         return [
-            ElasticMember(identity=each["identity"], standing=MemberStatus.read(each["standing"]))
+            ElasticMember(identity=each["identity"], status=MemberStatus.read(each["status"]))
             for each in json.loads(answer)
         ]
 

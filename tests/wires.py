@@ -66,9 +66,10 @@ WIRES: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
 }
 
 # Every kind of ranks, in numbers from 1 on.
-SIZED = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 1), ("processes", 2), ("processes", 3)]
-SIZED += [("peer-exchange", 1), ("peer-exchange", 3), ("small-parts", 2), ("round-robin", 2), ("round-robin", 3)]
-SIZED += [("shared-memory", 1), ("shared-memory", 2), ("shared-memory", 3), ("hosts-2+2", 4), ("hosts-3+1", 4)]
+SIZED = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 1), ("processes", 2), ("processes", 4)]
+SIZED += [("peer-exchange", 1), ("peer-exchange", 2), ("peer-exchange", 4), ("small-parts", 4)]
+SIZED += [("round-robin", 2), ("round-robin", 3), ("shared-memory", 1), ("shared-memory", 3), ("shared-memory", 4)]
+SIZED += [("hosts-1+1", 2), ("hosts-2+2", 4), ("hosts-3+1", 4)]
 
 # And where there is a GPU.
 FOUND_ON_GPU = [pytest.param(("nccl-slices", n), id=f"nccl-slices-{n}", marks=pytest.mark.gpu) for n in (2, 3)]

@@ -26,35 +26,13 @@ from gradsync.communicator import (
 from gradsync.errors import ConfigurationError
 from gradsync.testing import run_ranks
 from tests.ranks import RankPool, Ranks, ThreadRanks
-from tests.wires import FOUND_ON_GPU, WIRES, WireRanks, ranks_of
+from tests.wires import SIZED, WIRES, WireRanks
 
 pytestmark = pytest.mark.timeout(120)
 
-# Each of `tests.wires`, with the numbers of ranks it is tried with.
-WIRED = [
-    ("peer-exchange", 2),
-    ("peer-exchange", 4),
-    ("small-parts", 4),
-    ("round-robin", 2),
-    ("shared-memory", 2),
-    ("shared-memory", 4),
-    ("hosts-1+1", 2),
-    ("hosts-2+2", 4),
-    ("hosts-3+1", 4),
-]
-
-
-@pytest.fixture(
-    scope="session",
-    params=[("threads", 1), ("threads", 3), ("processes", 2), ("processes", 4), *WIRED, *FOUND_ON_GPU],
-    ids=lambda kind_and_size: "{}-{}".format(*kind_and_size),
-)
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    return ranks_of(*request.param)
-
 
 def test_every_wire_is_tried() -> None:
-    assert {name for name, _ in WIRED} == set(WIRES)
+    assert {name for name, _ in SIZED} == {*WIRES, "threads", "processes"}
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64]
@@ -183,36 +161,6 @@ def test_broadcast_copies_the_source(ranks: Ranks, dtype: torch.dtype) -> None:
             assert torch.equal(result, pattern(source, 30, dtype))
 
 
-def all_gather(dtype: torch.dtype, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    wire = choose_communicator()
-    tensor, output = pattern(wire.rank, numel, dtype), torch.zeros(numel * wire.world_size, dtype=dtype)
-    wire.all_gather(output, tensor).wait()
-    return output, tensor
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8], ids=str)
-@pytest.mark.parametrize("numel", [0, 7])
-def test_all_gather_keeps_rank_order(ranks: Ranks, dtype: torch.dtype, numel: int) -> None:
-    expected = patterns(ranks.world_size, numel, dtype).view(-1)
-    for rank, (output, tensor) in enumerate(ranks.run(all_gather, dtype, numel)):
-        assert torch.equal(output, expected)
-        assert torch.equal(tensor, pattern(rank, numel, dtype)), "what was sent has changed"
-
-
-def reduce_scatter(dtype: torch.dtype) -> torch.Tensor:
-    wire = choose_communicator()
-    output = torch.zeros(7, dtype=dtype)
-    wire.reduce_scatter(output, pattern(wire.rank, 7 * wire.world_size, dtype)).wait()
-    return output
-
-
-@dtypes
-def test_reduce_scatter_leaves_every_rank_its_share_of_the_sum(ranks: Ranks, dtype: torch.dtype) -> None:
-    total = patterns(ranks.world_size, 7 * ranks.world_size, dtype).sum(0, dtype=dtype)
-    for result, share in zip(ranks.run(reduce_scatter, dtype), total.chunk(ranks.world_size), strict=True):
-        assert torch.equal(result, share)
-
-
 def several_in_flight(count: int) -> list[torch.Tensor]:
     """All kinds, started one after the other and only then waited for, in that order."""
     wire = choose_communicator()
@@ -243,24 +191,6 @@ def test_several_may_be_in_flight(ranks: Ranks) -> None:
             assert torch.equal(total, inputs.sum(0))
             assert torch.equal(output, inputs.sum(0).chunk(world_size)[rank])
             assert torch.equal(gathered, inputs.view(-1))
-
-
-def shares_in_place() -> tuple[torch.Tensor, torch.Tensor]:
-    """The share that stays and the share that is sent are parts of the longer tensor."""
-    wire = choose_communicator()
-    tensor = pattern(wire.rank, 7 * wire.world_size, torch.float64)
-    share = tensor[7 * wire.rank : 7 * (wire.rank + 1)]
-    wire.reduce_scatter(share, tensor).wait()
-    kept = share.clone()
-    wire.all_gather(tensor, share).wait()
-    return kept, tensor
-
-
-def test_shares_may_lie_in_the_tensor_they_are_shares_of(ranks: Ranks) -> None:
-    total = patterns(ranks.world_size, 7 * ranks.world_size, torch.float64).sum(0)
-    for rank, (kept, tensor) in enumerate(ranks.run(shares_in_place)):
-        assert torch.equal(kept, total.chunk(ranks.world_size)[rank])
-        assert torch.equal(tensor, total)
 
 
 def reduce_a_part() -> torch.Tensor:

@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator import InProcessWorld, ProcessGroupCommunicator
-from gradsync.communicator import outstanding as outstanding_module
+from gradsync.communicator import InProcessWorld, ProcessGroupCommunicator, transport_state
 from gradsync.communicator import process_group as process_group_module
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.device_stage import DeviceWork
-from gradsync.communicator.outstanding import Outstanding, StartedCollective
+from gradsync.communicator.transport_state import Outstanding, StartedCollective
 from gradsync.errors import CommunicatorLostError
 from gradsync.health.watch import detector as judge_module
 from gradsync.health.watch.agent import Plan
@@ -51,7 +50,7 @@ def guarded(timeout: float = math.inf) -> tuple[Guards, Any]:
     wire = InProcessWorld(1).communicator(0)
     guards = Guards(wire, timeout)
     guards.add(wire, str)
-    wire.fate.outstanding = begun()
+    wire.state.outstanding = begun()
     return guards, wire
 
 
@@ -88,7 +87,7 @@ def test_where_no_future_is_ever_completed_nobody_seems_to_wait() -> None:
 
 
 def test_what_nobody_looks_at_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outstanding_module, "MOST_LISTED", 8)
+    monkeypatch.setattr(transport_state, "MOST_LISTED", 8)
     outstanding = Outstanding()
     for place in range(40):
         work = started(place)
@@ -123,13 +122,13 @@ def test_threads_that_add_and_look_lose_nothing() -> None:
 
 def test_a_wait_on_a_device_is_one_that_others_hear_of() -> None:
     guards, wire = guarded()
-    sampler = Sampler(guards)
+    sampler = Sampler(lambda: guards.states)
     now = time.monotonic()
     assert sampler.look(now).waits == ()
     work = started(12, now - 2.0)
-    wire.fate.outstanding.add(work)
+    wire.state.outstanding.add(work)
     (wait,) = sampler.look(now).waits
-    assert (wait.wire, wait.place, wait.seconds) == (0, 12, 2.0)
+    assert (wait.communicator, wait.place, wait.seconds) == (0, 12, 2.0)
     assert wait.what == "collective 12 (all_reduce sum of 3 × torch.float32)"
     work.outcome.set_result(SUCCESS)
     assert sampler.look(now).waits == ()
@@ -139,11 +138,11 @@ def test_a_stopped_rank_is_found_by_those_whose_devices_wait() -> None:
     """As on the CPU: its silence alone harms nobody, and a wait of a second makes it worth a word."""
     guards, wire = guarded()
     now = time.monotonic()
-    wire.fate.outstanding.add(started(13, now - 2.0))
+    wire.state.outstanding.add(started(13, now - 2.0))
     detector = judge_of(stands(12), stands(12), stands(12), now=now - 6.0)
-    detector.hear(2, stands(13), now)
+    detector.update(2, stands(13), now)
     assert detector.suspects(now) == []
-    detector.hear(0, Sampler(guards).look(now), now)
+    detector.update(0, Sampler(lambda: guards.states).look(now), now)
     (silent,) = detector.due(now)
     assert (silent.member, silent.kind, silent.waiters) == (1, "silent", (0,))
 
@@ -159,7 +158,7 @@ def test_who_waits_on_a_device_for_a_lost_rank_is_stranded() -> None:
 
     assert not stranded(killed, 60.0), "the device has nothing to do for which it would need the others"
     served = started(12, now - 1.0)
-    wire.fate.outstanding.add(served)
+    wire.state.outstanding.add(served)
     assert not stranded(killed, 0.5 * GRACE_SECONDS)
     assert stranded(killed, 2 * GRACE_SECONDS)
     # What it had started may be under way: its device goes on for a moment.
@@ -168,8 +167,8 @@ def test_who_waits_on_a_device_for_a_lost_rank_is_stranded() -> None:
     served.outcome.set_result(COMM_ERROR)
     assert stranded(killed, 0.0)
     assert stranded(left, 0.0)
-    wire.fate.outstanding = begun()
-    wire.fate.outstanding.add(started(13, now - 1.0))
+    wire.state.outstanding = begun()
+    wire.state.outstanding.add(started(13, now - 1.0))
     assert stranded(left, 2 * LEFT_SECONDS)
     wire._fail(CommunicatorLostError("it is known"))
     assert not stranded(killed, 60.0)
@@ -178,13 +177,13 @@ def test_who_waits_on_a_device_for_a_lost_rank_is_stranded() -> None:
 def test_when_a_device_has_waited_for_too_long() -> None:
     guards, wire = guarded(20.0)
     assert guards.deadline() == math.inf
-    wire.fate.outstanding.add(started(12, 100.0))
-    wire.fate.outstanding.add(started(13, 101.0))
+    wire.state.outstanding.add(started(12, 100.0))
+    wire.state.outstanding.add(started(13, 101.0))
     assert guards.deadline() == 120.0
     assert guards.overdue(119.9) == []
-    (overdue,) = guards.overdue(120.5)
-    assert (overdue.wire, overdue.seconds) == (0, 20.5)
-    assert "collective 12" in overdue.what
+    ((number, overdue),) = guards.overdue(120.5)
+    assert (number, overdue.started_at) == (0, 100.0)
+    assert "collective 12" in overdue.describe()
     wire._fail(CommunicatorLostError("it is known"))
     assert guards.deadline() == math.inf
 
@@ -193,11 +192,11 @@ def test_what_cannot_end_is_not_started_on_a_device() -> None:
     """Of a rank that left, only what it has not started; of one that was killed nobody knows what it has."""
     guards, wire = guarded()
     guards.refuse_new(ExitRecord(member=1, left=True, words="left", at=0.0, status=stands(12)), "rank 1 left")
-    assert (wire.fate.lost_rank, wire.fate.lost_after) == ("rank 1 left", 12)
+    assert (wire.state.lost_rank, wire.state.lost_after) == ("rank 1 left", 12)
     guards.refuse_new(ExitRecord(member=2, left=True, words="left", at=0.0, status=stands(14)), "rank 2 left")
-    assert (wire.fate.lost_rank, wire.fate.lost_after) == ("rank 1 left", 12)
+    assert (wire.state.lost_rank, wire.state.lost_after) == ("rank 1 left", 12)
     guards.refuse_new(ExitRecord(member=3, left=False, words="gone", at=0.0, status=stands(14)), "rank 3 is gone")
-    assert (wire.fate.lost_rank, wire.fate.lost_after) == ("rank 3 is gone", 0)
+    assert (wire.state.lost_rank, wire.state.lost_after) == ("rank 3 is gone", 0)
 
 
 def test_the_watch_comes_before_torch() -> None:
@@ -215,12 +214,12 @@ def stop_one(timeout: float) -> tuple[str, float, bool]:
         with Hub(timeout=timeout) as hub:
             line = hub.lines[1]
             engine = Engine(3)
-            hub.agent.look_at(engine)
+            hub.agent.sampler.add(engine)
             wire = ProcessGroupCommunicator(hub.group)
             hub.agent.guard(wire)
             began = time.monotonic()
-            wire.fate.outstanding = begun()
-            wire.fate.outstanding.add(started(12, began))
+            wire.state.outstanding = begun()
+            wire.state.outstanding.add(started(12, began))
             assert until(lambda: wire.failure is not None)
             seconds = time.monotonic() - began
             line.close()
@@ -275,13 +274,13 @@ def list_collectives(tells: bool) -> tuple[list[int], bool, list[str]]:
         return wire._start(Collective(wire, "all_reduce", "sum", 3, torch.float32), tensor, begin)
 
     handles = [start()]
-    assert wire.fate.outstanding is None, "nobody watches"
-    wire.fate.witness = str
+    assert wire.state.outstanding is None, "nobody watches"
+    wire.state.complete_message = str
     handles += [start() for _ in range(3)]
-    outstanding = wire.fate.outstanding
+    outstanding = wire.state.outstanding
     places = [] if outstanding is None else [each.place for each in outstanding._listed]
     # It has left, after the fifth.
-    wire.fate.lost_rank, wire.fate.lost_after = "rank 7 has left", 5
+    wire.state.lost_rank, wire.state.lost_after = "rank 7 has left", 5
     said = []
     for _ in range(3):
         try:
@@ -306,9 +305,9 @@ def go_on_after_a_stop() -> tuple[str, int]:
     """The process was stopped for longer than the timeout, and its thread of training runs before that of the watch."""
     group: Any = dist.new_group([dist.get_rank()])
     wire = ProcessGroupCommunicator(group)
-    wire.fate.witness, wire.fate.device_timeout = lambda story: f"rank 7 is gone. {story}", 5.0
-    wire.fate.outstanding = begun()
-    wire.fate.outstanding.add(started(12, time.monotonic() - 20.0))
+    wire.state.complete_message, wire.state.device_timeout = lambda message: f"rank 7 is gone. {message}", 5.0
+    wire.state.outstanding = begun()
+    wire.state.outstanding.add(started(12, time.monotonic() - 20.0))
     works: list[int] = []
     try:
         wire._start(Collective(wire, "all_reduce", "sum", 3, torch.float32), torch.empty(3, device="meta"), works.pop)

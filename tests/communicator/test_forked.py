@@ -13,7 +13,7 @@ import torch
 from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
 from gradsync.communicator import Communicator, HierarchicalCommunicator, HostLayout, InProcessWorld
 from gradsync.errors import GradsyncError
-from tests.communicator.test_wire_setup import sums_up
+from tests.communicator.test_set_up import sums_up
 from tests.ranks import pool_of
 from tests.wires import fresh_wire
 

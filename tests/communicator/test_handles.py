@@ -1,7 +1,7 @@
 """What a handle promises, on every communicator: waiting, asking, calling back, and stages in the order of all ranks.
 
 Like test_communicators.py, one file run over all of them; `ranks` decides which communicator a test meets. What breaks
-a communicator is in test_wire_failures.py.
+a communicator is in test_failures.py.
 """
 
 import logging
@@ -18,14 +18,9 @@ from gradsync.communicator.collective import Collective, OnTheSpot, waited_here
 from gradsync.communicator.logs import LOGGER, VARIABLE, configure_logging
 from gradsync.errors import ConfigurationError
 from tests.ranks import Ranks, ThreadRanks, pool_of
-from tests.wires import EVERYWHERE, WireRanks, ranks_of
+from tests.wires import WireRanks
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="session", params=EVERYWHERE, ids=lambda kind_and_size: "{}-{}".format(*kind_and_size))
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    return ranks_of(*request.param)
 
 
 def until(condition: Any, seconds: float = 20.0) -> bool:

@@ -192,7 +192,7 @@ def test_a_group_made_anew_at_the_same_store_hears_nothing_of_the_old_one(
     for _ in range(2):
         group, part = Stuck(True), Stuck(True)
         if in_circle:
-            root_cause.Circle(group).take_in(part)
-        root_cause.begin_anew(part)
+            root_cause.FailureDomain(group).add(part)
+        root_cause.clear_root_cause(part)
         assert root_cause.find_root_cause(part, "rank 1 fell") == "rank 1 fell"
         assert root_cause.find_root_cause(part, "rank 0 let go") == "rank 0 let go. Before that, rank 1 fell"

@@ -1,4 +1,4 @@
-"""Shares and parts of several sizes, all operations, and what is refused before it is sent: on every communicator.
+"""Shares and parts of one size or several, all operations, and what is refused before it is sent, on all communicators.
 
 Values are small whole numbers, which every dtype here holds exactly, so that results are compared by equality.
 """
@@ -11,54 +11,55 @@ import torch
 
 from gradsync.communicator import Communicator, choose_communicator
 from gradsync.errors import ConfigurationError
-from tests.communicator.test_communicators import pattern, patterns
+from tests.communicator.test_communicators import DTYPES, pattern, patterns
 from tests.ranks import Ranks
-from tests.wires import EVERYWHERE, ranks_of
 
 pytestmark = pytest.mark.timeout(120)
 
-# By the number of ranks: without anything for somebody, equal after all, and more than a message or a stage holds.
-COUNTS = {
+# By the number of ranks: without anything for somebody, equal, and more than a message or a stage holds.
+COUNTS: dict[int, list[tuple[int, ...]]] = {
     1: [(0,), (3,), (200_001,)],
     2: [(0, 5), (3, 3), (4, 0), (0, 0), (170_000, 3)],
-    3: [(2, 0, 5), (0, 0, 4), (3, 3, 3), (50_000, 1, 90_001)],
-    4: [(1, 0, 2, 5), (0, 0, 0, 3), (2, 2, 2, 2), (9_000, 0, 30_001, 7)],
+    3: [(2, 0, 5), (0, 0, 4), (3, 3, 3), (0, 0, 0), (50_000, 1, 90_001)],
+    4: [(1, 0, 2, 5), (0, 0, 0, 3), (2, 2, 2, 2), (0, 0, 0, 0), (9_000, 0, 30_001, 7)],
 }
 
 
-@pytest.fixture(scope="session", params=EVERYWHERE, ids=lambda kind_and_size: "{}-{}".format(*kind_and_size))
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    return ranks_of(*request.param)
-
-
-def gather_uneven(all_counts: list[tuple[int, ...]], dtype: torch.dtype) -> list[torch.Tensor]:
+def gather(all_counts: list[tuple[int, ...] | None], dtype: torch.dtype) -> list[torch.Tensor]:
     """Every other one into memory of the wire's own, and with the share in its place already."""
     wire = choose_communicator()
-    outputs, handles = [], []
+    outputs, handles, sent = [], [], []
     for number, counts in enumerate(all_counts):
-        tensor = pattern(wire.rank, counts[wire.rank], dtype)
-        output = torch.zeros(sum(counts), dtype=dtype)
+        sizes = counts or (7,) * wire.world_size
+        tensor = pattern(wire.rank, sizes[wire.rank], dtype)
+        output = torch.zeros(sum(sizes), dtype=dtype)
         if number % 2:
-            output = wire.allocate(sum(counts), dtype, wire.device)
-            mine = output.split(counts)[wire.rank]
+            output = wire.allocate(sum(sizes), dtype, wire.device)
+            mine = output.split(sizes)[wire.rank]
             tensor = mine.copy_(tensor)
         handles.append(wire.all_gather(output, tensor, counts))
         outputs.append(output)
+        sent.append(tensor)
     for handle in handles:
         handle.wait()
+    for tensor in sent:
+        assert torch.equal(tensor, pattern(wire.rank, tensor.numel(), dtype).to(tensor.device)), "it has changed"
     return [output.clone() for output in outputs]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.complex64, torch.int16], ids=str)
-def test_shares_of_several_sizes_are_gathered(ranks: Ranks, dtype: torch.dtype) -> None:
-    all_counts = COUNTS[ranks.world_size]
-    for outputs in ranks.run(gather_uneven, all_counts, dtype):
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64, torch.int16], ids=str
+)
+def test_shares_are_gathered_in_rank_order(ranks: Ranks, dtype: torch.dtype) -> None:
+    all_counts = [None, *COUNTS[ranks.world_size]]
+    for outputs in ranks.run(gather, all_counts, dtype):
         for counts, output in zip(all_counts, outputs, strict=True):
-            expected = torch.cat([pattern(rank, count, dtype) for rank, count in enumerate(counts)])
+            sizes = counts or (7,) * ranks.world_size
+            expected = torch.cat([pattern(rank, count, dtype) for rank, count in enumerate(sizes)])
             assert torch.equal(output, expected), counts
 
 
-def scatter_uneven(all_counts: list[tuple[int, ...] | None], op: str, dtype: torch.dtype) -> list[torch.Tensor]:
+def scatter(all_counts: list[tuple[int, ...] | None], op: str, dtype: torch.dtype) -> list[torch.Tensor]:
     wire = choose_communicator()
     outputs, handles = [], []
     for number, counts in enumerate(all_counts):
@@ -76,36 +77,45 @@ def scatter_uneven(all_counts: list[tuple[int, ...] | None], op: str, dtype: tor
 
 @pytest.mark.parametrize(
     ("op", "dtype"),
-    [("sum", torch.float64), ("average", torch.float64), ("max", torch.float32), ("max", torch.int64)],
+    [
+        *(("sum", dtype) for dtype in DTYPES),
+        ("average", torch.float64),
+        ("max", torch.float32),
+        ("max", torch.int64),
+    ],
     ids=str,
 )
-def test_shares_of_several_sizes_are_reduced(ranks: Ranks, op: str, dtype: torch.dtype) -> None:
+def test_every_rank_gets_its_share_of_the_reduction(ranks: Ranks, op: str, dtype: torch.dtype) -> None:
     all_counts = [None, *COUNTS[ranks.world_size]]
-    for rank, outputs in enumerate(ranks.run(scatter_uneven, all_counts, op, dtype)):
+    for rank, outputs in enumerate(ranks.run(scatter, all_counts, op, dtype)):
         for counts, output in zip(all_counts, outputs, strict=True):
             sizes = counts or (7,) * ranks.world_size
             everybodys = patterns(ranks.world_size, sum(sizes), dtype)
-            expected = {"sum": everybodys.sum(0), "average": everybodys.sum(0) / ranks.world_size}.get(op)
-            if expected is None:
+            if op == "max":
                 expected = everybodys.amax(0)
-            torch.testing.assert_close(output, expected.split(sizes)[rank].to(dtype), rtol=1e-15, atol=0)
+            else:
+                total = everybodys.sum(0, dtype=dtype)
+                expected = total / ranks.world_size if op == "average" else total
+            torch.testing.assert_close(output, expected.split(sizes)[rank], rtol=1e-15, atol=0)
 
 
-def scatter_in_place(counts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def scatter_in_place(counts: tuple[int, ...] | None) -> tuple[torch.Tensor, torch.Tensor]:
     wire = choose_communicator()
-    tensor = pattern(wire.rank, sum(counts), torch.float64)
-    share = tensor.split(counts)[wire.rank]
+    sizes = counts or (7,) * wire.world_size
+    tensor = pattern(wire.rank, sum(sizes), torch.float64)
+    share = tensor.split(sizes)[wire.rank]
     wire.reduce_scatter(share, tensor, "sum", counts).wait()
     kept = share.clone()
     wire.all_gather(tensor, share, counts).wait()
     return kept, tensor
 
 
-def test_uneven_shares_may_lie_in_the_tensor_they_are_shares_of(ranks: Ranks) -> None:
-    for counts in COUNTS[ranks.world_size]:
-        total = patterns(ranks.world_size, sum(counts), torch.float64).sum(0)
+def test_shares_may_lie_in_the_tensor_they_are_shares_of(ranks: Ranks) -> None:
+    for counts in (None, *COUNTS[ranks.world_size]):
+        sizes = counts or (7,) * ranks.world_size
+        total = patterns(ranks.world_size, sum(sizes), torch.float64).sum(0)
         for rank, (kept, tensor) in enumerate(ranks.run(scatter_in_place, counts)):
-            assert torch.equal(kept, total.split(counts)[rank])
+            assert torch.equal(kept, total.split(sizes)[rank])
             assert torch.equal(tensor, total)
 
 

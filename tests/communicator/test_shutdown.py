@@ -63,16 +63,16 @@ def test_a_wire_over_others_leaves_before_them() -> None:
     class BaseCommunicator:
         def __init__(self, name: str) -> None:
             self.name = name
-            shutdown.keep_track(self)
+            shutdown.register(self)
 
         def after_fork(self) -> None:
             raise NotImplementedError
 
-        def leave(self, seconds: float) -> None:
+        def shutdown(self, seconds: float) -> None:
             left.append(self.name)
 
     wires = [BaseCommunicator(f"wire {number}") for number in range(20)]
-    shutdown.leave_all()
+    shutdown.shut_down_all()
     assert left == [wire.name for wire in reversed(wires)]
 
 
@@ -86,7 +86,7 @@ def give_up_unwatched() -> list[str]:
         wire.all_reduce(torch.ones(100_000))
         time.sleep(0.3)
     # Not as long as the wire itself would wait.
-    wire.leave(20.0)
+    wire.shutdown(20.0)
     left = [thread.name for thread in threading.enumerate() if thread.name == "gradsync-shared-memory"]
     dist.barrier()
     return left
@@ -110,7 +110,7 @@ def leave_with_something_under_way(seconds: float) -> tuple[list[str], bool, lis
         time.sleep(seconds)
     # These ranks are this test's own, and a busy machine takes its time.
     shutdown.PATIENCE_SECONDS = 10.0
-    shutdown.leave_all()
+    shutdown.shut_down_all()
     if group.rank == 0:
         failures = [str(wire.failure) for wire in wires]
     names = ("gradsync peer exchange", "gradsync-shared-memory", "gradsync hierarchy")

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from gradsync.communicator.background import Background
-from gradsync.communicator.timer import KernelAlarm, SleepingAlarm, Timer
+from gradsync.communicator.timer import KernelTimer, SleepingTimer, Timer
 
 pytestmark = pytest.mark.timeout(30)
 
-both = pytest.mark.parametrize("make", [KernelAlarm, SleepingAlarm])
+both = pytest.mark.parametrize("make", [KernelTimer, SleepingTimer])
 
 
 def rings_within(alarm: Timer, seconds: float) -> bool:
@@ -49,9 +49,9 @@ def test_it_goes_off_again_and_again(make: Callable[[], Timer]) -> None:
 
 
 def test_called_off_it_does_not() -> None:
-    alarm = KernelAlarm()
+    alarm = KernelTimer()
     alarm.set(0.05)
-    alarm.call_off()
+    alarm.cancel()
     assert not rings_within(alarm, 0.3)
 
 
@@ -111,5 +111,5 @@ def test_the_thread_of_a_collective_records_no_gradients_and_keeps_the_setting()
 
 
 def test_there_is_one_descriptor_and_programs_do_not_inherit_it() -> None:
-    alarm = KernelAlarm()
+    alarm = KernelTimer()
     assert not os.get_inheritable(alarm._descriptor)

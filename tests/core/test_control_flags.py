@@ -14,7 +14,7 @@ from torch import nn
 
 from gradsync import BadStepError, DistributedDataParallel, MisuseError, PeerFailedError
 from gradsync.communicator import choose_communicator
-from gradsync.communicator.collective import Fate
+from gradsync.communicator.transport_state import TransportState
 from gradsync.core.bucket.control_flags import step_gate
 from gradsync.errors import CommunicatorLostError
 from tests.core.common import in_threads_and_processes
@@ -228,12 +228,12 @@ def test_what_a_step_must_not_be_taken_on() -> None:
                 for dtype in (torch.float32, torch.float64, torch.bfloat16):
                     found = step_gate((control / divisor).to(dtype), [torch.zeros(())])
                     assert (found.dtype, found.item()) == (torch.float32, float(is_bad)), (name, readers)
-    aborted = Fate()
+    aborted = TransportState()
     before, failure = aborted.flag.clone(), CommunicatorLostError("rank 1 was killed")
     aborted.fail(failure)
     aborted.fail(CommunicatorLostError("and another one"))
     assert [before.item(), aborted.flag.item(), aborted.failure] == [0.0, 1.0, failure]
-    assert step_gate(torch.zeros(9), [Fate().flag, aborted.flag]).item() == 1.0
+    assert step_gate(torch.zeros(9), [TransportState().flag, aborted.flag]).item() == 1.0
 
 
 def test_collectives_after_the_buckets_wait_for_the_control_flags(read_later: None) -> None:

@@ -20,7 +20,6 @@ from gradsync.health.watch.pace import (
     NO_PACE,
     SHORTEST_SECONDS,
     DevicePaceMeter,
-    Neighbours,
     Pace,
     PaceMeter,
     UnknownPaceMeter,
@@ -265,7 +264,7 @@ def test_a_device_that_cannot_be_asked_ends_no_training(place: str, caplog: pyte
 
 def test_what_another_model_waits_for_is_no_work_of_the_one_that_is_asked() -> None:
     """Else a rank that is slow in the first would look slower than one that is as slow in the second."""
-    device, beside = Device(), Neighbours()
+    device, beside = Device(), []
     first, second = (DevicePaceMeter(device, beside) for _ in range(2))
     assert first.since(0) == NO_PACE
     for _ in range(3):
@@ -281,7 +280,7 @@ def test_what_another_model_waits_for_is_no_work_of_the_one_that_is_asked() -> N
 
 
 def test_nothing_is_known_of_a_window_in_which_another_model_has_never_ended_to_wait() -> None:
-    device, beside = Device(), Neighbours()
+    device, beside = Device(), []
     first, second = (DevicePaceMeter(device, beside) for _ in range(2))
     first.since(0)
     first.window_ended()

@@ -43,7 +43,7 @@ STANDING = MemberStatus(
 
 
 def member(identity: str, **standing: int) -> ElasticMember:
-    return ElasticMember(identity=identity, standing=dataclasses.replace(STANDING, **standing))
+    return ElasticMember(identity=identity, status=dataclasses.replace(STANDING, **standing))
 
 
 def has_torchft() -> bool:

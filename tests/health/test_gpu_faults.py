@@ -118,7 +118,7 @@ def list_what_is_under_way() -> tuple[int, int]:
     """How many collectives the watch sees while the device is busy, and when it is idle."""
     model = gradsync.DistributedDataParallel(torch.nn.Linear(64, 64))
     model(torch.randn(4, 64)).square().mean().backward()
-    outstanding = model.communicator.fate.outstanding
+    outstanding = model.communicator.state.outstanding
     assert outstanding is not None
     torch.cuda.synchronize()
     # torch's watchdog looks each tenth of a second.

@@ -50,25 +50,25 @@ def raised(started: int) -> RaisedError:
 
 def test_an_error_is_told_once_and_only_if_somebody_waits() -> None:
     detector = judge_of(stands(12), stands(12), stands(12))
-    assert not detector.has_untold_errors
-    detector.hear_error(1, raised(12))
-    assert detector.has_untold_errors
-    assert detector.errors_to_tell(100.0) == []
-    detector.hear(2, stands(12, waits=12, seconds=9.0), 100.0)
-    assert detector.errors_to_tell(100.0) == [], "that one it has started"
-    detector.hear(2, stands(13, waits=13), 100.0)
-    ((member, error, wait),) = detector.errors_to_tell(100.0)
+    assert not detector.has_unreported_errors
+    detector.add_error(1, raised(12))
+    assert detector.has_unreported_errors
+    assert detector.errors_to_report(100.0) == []
+    detector.update(2, stands(12, waits=12, seconds=9.0), 100.0)
+    assert detector.errors_to_report(100.0) == [], "that one it has started"
+    detector.update(2, stands(13, waits=13), 100.0)
+    ((member, error, wait),) = detector.errors_to_report(100.0)
     assert (member, wait.place) == (1, 13)
     said = raised_error(MEMBERS, member, error, wait)
     assert said.startswith("rank 1 (process 101 on here) raised ValueError: no luck in its forward [at ")
     assert "and others wait for it in collective 13 (all_reduce)" in said
-    assert detector.errors_to_tell(100.0) == []
-    assert not detector.has_untold_errors
+    assert detector.errors_to_report(100.0) == []
+    assert not detector.has_unreported_errors
 
 
 def test_an_error_is_forgotten_when_the_rank_goes_on() -> None:
     detector = judge_of(stands(12), stands(12), stands(12))
-    detector.hear_error(1, raised(12))
+    detector.add_error(1, raised(12))
     hear_all(detector, 106.0, stands(13, waits=13, seconds=6.0), stands(12), stands(12))
     (suspect, _) = detector.suspects(106.0)
     assert suspect.raised == "raised ValueError: no luck in its forward"
@@ -202,8 +202,8 @@ def test_whoever_had_a_hook_is_called_as_before(hooks: list[Any]) -> None:
         hooks.append(("main", type(error)))
         raise RuntimeError("whatever goes wrong here")
 
-    exit_causes.tell_uncaught(in_main, lambda error, _: hooks.append(("thread", type(error))))
-    exit_causes.tell_uncaught(in_main, lambda error, _: hooks.append(("twice", type(error))))
+    exit_causes.report_uncaught(in_main, lambda error, _: hooks.append(("thread", type(error))))
+    exit_causes.report_uncaught(in_main, lambda error, _: hooks.append(("twice", type(error))))
     with contextlib.suppress(RuntimeError):
         sys.excepthook(ValueError, ValueError(), None)
     thread = threading.Thread(target=lambda: 1 / 0)
@@ -231,7 +231,7 @@ class _Post:
     def leave(self, words: str) -> None:
         self.said.append(f"goodbye: {words}")
 
-    def tell_error(self, words: str) -> None:
+    def report_error(self, words: str) -> None:
         self.said.append(words)
 
 

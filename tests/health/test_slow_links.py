@@ -71,7 +71,8 @@ def test_a_single_direction_is_named_and_what_nobody_explains_is_not() -> None:
     found = find_slow_link(one, HOSTS)
     assert found == SlowLink(source="host2", target="host3", rate=25.0 * MILLION, others=100.0 * MILLION)
     assert slow_link(found) == (
-        "the wire is as slow as the link from host2 to host3: it carries 200 Mbit/s where others carry 800 and more"
+        "communication is as slow as the link from host2 to host3: it carries 200 Mbit/s where others carry 800 "
+        "and more"
     )
     # Two slow ones that have no host in common.
     one[0] = Sent(source=one[0].source, target=one[0].target, size=one[0].size, seconds=4 * one[0].seconds)
@@ -87,11 +88,11 @@ def test_links_to_others_than_ranks_carry_no_gradients() -> None:
     quick, slow = read_sent(
         [["10.0.0.1", "10.0.0.0", 8 * MILLION, 0.1], ["10.0.0.1", "192.0.2.7", 8 * MILLION, 1.0]],
     )
-    assert detector.hear_links(0, read_sent([["10.0.0.0", "10.0.0.1", 8 * MILLION, 0.1]])) == []
-    assert detector.hear_links(1, [quick, slow]) == []
+    assert detector.add_links(0, read_sent([["10.0.0.0", "10.0.0.1", 8 * MILLION, 0.1]])) == []
+    assert detector.add_links(1, [quick, slow]) == []
     # Of a rank it is named.
-    assert detector.hear_links(0, read_sent([["10.0.0.0", "10.0.0.1", 8 * MILLION, 1.0]])) == []
-    assert len(detector.hear_links(1, [quick, slow])) == 1
+    assert detector.add_links(0, read_sent([["10.0.0.0", "10.0.0.1", 8 * MILLION, 1.0]])) == []
+    assert len(detector.add_links(1, [quick, slow])) == 1
 
 
 @given(
@@ -102,7 +103,7 @@ def test_links_to_others_than_ranks_carry_no_gradients() -> None:
 def test_whatever_a_rank_says_of_its_links_does_no_harm(data: object) -> None:
     detector = PaceDetector([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
     for member in range(2):
-        assert detector.hear_links(member, read_sent(data)) == []
+        assert detector.add_links(member, read_sent(data)) == []
     true = Sent(source="a", target="b", size=5, seconds=0.5)
     assert read_sent([["a", "b", 10**400, 0.5]]) == []
     assert read_sent([dataclasses.astuple(true)]) == [true]
@@ -161,7 +162,7 @@ def test_links_are_asked_for_when_the_wire_is_slow_and_only_between_hosts() -> N
         for window in range(1, 101):
             wire = 0.001 if window <= 50 else 0.03
             for member in range(2):
-                detector.hear(member, Pace(last=window, own=(0.02,), waited=(wire,)), 0.0)
+                detector.add(member, Pace(last=window, own=(0.02,), waited=(wire,)), 0.0)
             if detector.asks_for_links:
                 detector.asks_for_links = False
                 asked.append(window)
@@ -177,7 +178,7 @@ def test_where_two_models_are_trained_the_wire_is_not_judged() -> None:
         for window in range(200 * models, 200 * models + 100):
             waited = 0.001 if window % 100 < 50 else 0.03
             for member in range(2):
-                said += detector.hear(member, Pace(last=window, own=(0.02,), waited=(waited,)), 0.0, models=models)
+                said += detector.add(member, Pace(last=window, own=(0.02,), waited=(waited,)), 0.0, models=models)
         assert bool(said) is (models == 1)
         detector = PaceDetector([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
 
@@ -222,6 +223,6 @@ def test_the_host_whose_link_becomes_slow_is_named_and_no_rank_is(_: None) -> No
         answer = Path(folder) / "said"
         fork_ranks(lab, lambda: train_over_a_link_that_becomes_slow(lab, answer), timeout=90.0)
         said = json.loads(answer.read_text())
-    assert any(words.startswith("the wire has become slow: it takes ") for words in said)
-    assert any(words.startswith(f"the wire is as slow as the link of host{SLOW}: ") for words in said)
+    assert any(words.startswith("communication has become slow: it takes ") for words in said)
+    assert any(words.startswith(f"communication is as slow as the link of host{SLOW}: ") for words in said)
     assert not any("computes" in words for words in said), said

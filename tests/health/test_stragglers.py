@@ -19,13 +19,12 @@ from torch import nn
 
 import gradsync
 from gradsync.communicator import choose_communicator
-from gradsync.communicator.collective import Fate, waited_here
+from gradsync.communicator.collective import waited_here
 from gradsync.health.watch import leave_watch
 from gradsync.health.watch import straggling as said_so_far
-from gradsync.health.watch.messages import Member, straggling
-from gradsync.health.watch.messages import slow_wire as slow_wire_words
+from gradsync.health.watch.messages import Member, slow_communication, straggling
 from gradsync.health.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter, read_pace
-from gradsync.health.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceDetector, PaceTeller, Pacing, Ways
+from gradsync.health.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceDetector, PaceReporter, Pacing
 from gradsync.health.watch.rounds import Round, Rounds, against_the_others, median
 from gradsync.health.watch.status import Sampler
 from gradsync.health.watch.stragglers import (
@@ -33,10 +32,10 @@ from gradsync.health.watch.stragglers import (
     FIRST_PAUSE_SECONDS,
     OVER,
     SLOWER,
-    SlowWire,
-    Stragglers,
-    Verdict,
-    WireVerdict,
+    CommunicationDetector,
+    Slowdown,
+    Straggler,
+    StragglerDetector,
 )
 from tests.fuse import Explosion, Fuse
 from tests.ranks import RankPool, ThreadRanks
@@ -63,12 +62,12 @@ def told(window: int, owns: Sequence[float], wire: float = 0.004) -> Round:
     )
 
 
-def judged(detector: Stragglers, times: Times, windows: range, seed: int = 0) -> list[tuple[int, Verdict]]:
+def judged(detector: StragglerDetector, times: Times, windows: range, seed: int = 0) -> list[tuple[int, Straggler]]:
     """What is said, and in which window."""
     random_numbers, said = random.Random(seed), []
     for window in windows:
-        detector.hear(told(window, *times(random_numbers, window)))
-        said += [(window, verdict) for verdict in detector.look(0.0)]
+        detector.add(told(window, *times(random_numbers, window)))
+        said += [(window, found) for found in detector.warnings(0.0)]
     return said
 
 
@@ -88,31 +87,31 @@ def slowed(times: Times, rank: int, by: float, since: int) -> Times:
 
 
 def test_a_rank_is_named_and_again_ever_more_seldom() -> None:
-    detector, owns = Stragglers(), (0.120, 0.119, 0.121, 0.142)
+    detector, owns = StragglerDetector(), (0.120, 0.119, 0.121, 0.142)
     for window in range(1, 10):
-        detector.hear(told(window, owns))
-        assert detector.look(0.0) == []
-    detector.hear(told(10, owns))
-    (verdict,) = detector.look(0.0)
+        detector.add(told(window, owns))
+        assert detector.warnings(0.0) == []
+    detector.add(told(10, owns))
+    (verdict,) = detector.warnings(0.0)
     assert straggling(MEMBERS, verdict) == (
         "rank 3 (process 103 on b) computes 18% longer than the median of the others (142 against 120 ms a window, "
-        "data and update included), who all wait for it. It waits 4 ms for the wire itself"
+        "data and update included), who all wait for it. It waits 4 ms for communication itself"
     )
     times = []
     for second in range(1, 600):
-        detector.hear(told(10 + second, owns))
-        times += [second for _ in detector.look(float(second))]
+        detector.add(told(10 + second, owns))
+        times += [second for _ in detector.warnings(float(second))]
     assert times == [FIRST_PAUSE_SECONDS, 3 * FIRST_PAUSE_SECONDS, 7 * FIRST_PAUSE_SECONDS]
     # Nobody trains any more, and the process goes on.
-    detector.hear(told(1000, owns))
-    assert detector.look(1e6)
-    assert detector.look(1e9) == []
+    detector.add(told(1000, owns))
+    assert detector.warnings(1e6)
+    assert detector.warnings(1e9) == []
 
 
 def test_over_is_said_once_and_a_moment_makes_patient() -> None:
-    detector = Stragglers()
+    detector = StragglerDetector()
     said = judged(detector, slowed(equal(2, 0.0), 1, 0.5, since=20), range(1, 41))
-    assert [(verdict.straggler.member, verdict.is_over) for _, verdict in said] == [(1, False)]
+    assert [(verdict.member, verdict.is_over) for _, verdict in said] == [(1, False)]
     said = judged(detector, equal(2, 0.0), range(41, 81))
     assert [verdict.is_over for _, verdict in said] == [True]
     assert "computes no longer than the others any more" in straggling(MEMBERS[:2], said[0][1])
@@ -122,7 +121,7 @@ def test_over_is_said_once_and_a_moment_makes_patient() -> None:
 
 
 def test_who_was_slow_for_long_and_is_again_is_named_as_quickly() -> None:
-    detector = Stragglers()
+    detector = StragglerDetector()
     judged(detector, slowed(equal(2, 0.02), 1, 0.5, since=20), range(1, 201))
     assert [verdict.is_over for _, verdict in judged(detector, equal(2, 0.02), range(201, 241))] == [True]
     said = judged(detector, slowed(equal(2, 0.02), 1, 0.5, since=240), range(241, 281))
@@ -143,21 +142,21 @@ def test_whoever_becomes_slow_is_named_within_a_few_windows(
 ) -> None:
     """15 % and more, where single windows scatter by 2 %. Nobody else ever is, and nobody before."""
     rank = seed % ranks
-    said = judged(Stragglers(), slowed(equal(ranks, 0.02, own), rank, by, since), range(1, since + 31), seed)
-    assert [verdict.straggler.member for _, verdict in said] == [rank]
+    said = judged(StragglerDetector(), slowed(equal(ranks, 0.02, own), rank, by, since), range(1, since + 31), seed)
+    assert [verdict.member for _, verdict in said] == [rank]
     assert since < said[0][0] <= since + NAMED_WITHIN
 
 
 @pytest.mark.parametrize(("noise", "ranks"), [(0.02, 4), (0.05, 2), (0.2, 2)])
 def test_equal_ranks_are_never_named(noise: float, ranks: int) -> None:
-    assert judged(Stragglers(), equal(ranks, noise), range(1, 5_001)) == []
+    assert judged(StragglerDetector(), equal(ranks, noise), range(1, 5_001)) == []
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("noise", [0.05, 0.1])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_equal_ranks_are_never_named_in_ten_thousand_windows(noise: float, ranks: int) -> None:
-    assert judged(Stragglers(), equal(ranks, noise), range(1, 10_001), seed=1) == []
+    assert judged(StragglerDetector(), equal(ranks, noise), range(1, 10_001), seed=1) == []
 
 
 def checkpoints(numbers: random.Random, window: int) -> tuple[Sequence[float], float]:
@@ -185,14 +184,14 @@ def all_slower(numbers: random.Random, window: int) -> tuple[Sequence[float], fl
     return [0.02 * factor * numbers.gauss(1, 0.03) for _ in range(3)], 0.004
 
 
-def slow_wire(numbers: random.Random, window: int) -> tuple[Sequence[float], float]:
+def slow_link(numbers: random.Random, window: int) -> tuple[Sequence[float], float]:
     """A link loses three quarters of its rate."""
     return [0.02 * numbers.gauss(1, 0.03) for _ in range(3)], 0.005 if window < 500 else 0.02
 
 
-@pytest.mark.parametrize("times", [checkpoints, uneven, any_length, all_slower, slow_wire])
+@pytest.mark.parametrize("times", [checkpoints, uneven, any_length, all_slower, slow_link])
 def test_no_rank_is_blamed_for(times: Times) -> None:
-    assert judged(Stragglers(), times, range(1, 1_501)) == []
+    assert judged(StragglerDetector(), times, range(1, 1_501)) == []
 
 
 def test_a_machine_that_slows_one_process_after_the_other_is_soon_known() -> None:
@@ -204,17 +203,16 @@ def test_a_machine_that_slows_one_process_after_the_other_is_soon_known() -> Non
             left[rank] = max(0, left[rank] - 1) or (int(numbers.expovariate(0.05)) if numbers.random() < 0.01 else 0)
         return [0.02 * numbers.gauss(1.5 if left[rank] else 1.0, 0.03) for rank in range(2)], 0.004
 
-    said = [verdict for _, verdict in judged(Stragglers(), times, range(1, 5_001)) if not verdict.is_over]
+    said = [verdict for _, verdict in judged(StragglerDetector(), times, range(1, 5_001)) if not verdict.is_over]
     assert len(said) <= 10
 
 
 @given(st.lists(st.floats(0.001, 10.0), min_size=2, max_size=8), st.integers(0, 7), st.floats(1.0, 3.0))
 def test_only_the_slowest_are_ever_named(owns: list[float], place: int, factor: float) -> None:
     owns[place % len(owns)] *= factor
-    for _, verdict in judged(Stragglers(), lambda _, window: (owns, 0.0), range(1, 21)):
-        found = verdict.straggler
-        assert found.own >= AS_SLOW * max(owns)
-        assert found.slower >= SLOWER > OVER
+    for _, verdict in judged(StragglerDetector(), lambda _, window: (owns, 0.0), range(1, 21)):
+        assert verdict.own >= AS_SLOW * max(owns)
+        assert verdict.slower >= SLOWER > OVER
 
 
 @given(st.lists(st.floats(0.001, 10.0), min_size=2, max_size=9))
@@ -234,7 +232,7 @@ def test_whatever_a_rank_says_of_its_pace_does_no_harm(data: object) -> None:
     read = read_pace(data)
     assert all(math.isfinite(value) and value >= 0 for value in (*read.own, *read.waited))
     assert len(read.own) == len(read.waited)
-    PaceDetector(MEMBERS).hear(1, read, 0.0)
+    PaceDetector(MEMBERS).add(1, read, 0.0)
     true = Pace(model=1, last=7, own=(0.5, 0.25), waited=(0.125, 0.0))
     assert read_pace(dataclasses.asdict(true)) == true
 
@@ -249,7 +247,7 @@ def test_windows_are_judged_once_all_have_told_of_them_in_order(steps: list[tupl
         last = told_of[member] + count
         own = tuple(float(window) for window in range(told_of[member] + 1, last + 1))
         told_of[member] = last
-        found += list(rounds.hear(member, Pace(last=last, own=own, waited=(0.5,) * count)))
+        found += list(rounds.add(member, Pace(last=last, own=own, waited=(0.5,) * count)))
     assert [each.window for each in found] == list(range(1, min(told_of) + 1))
     for each in found:
         assert each.own == dict.fromkeys(range(3), float(each.window))
@@ -259,54 +257,54 @@ def test_windows_are_judged_once_all_have_told_of_them_in_order(steps: list[tupl
 def test_who_stands_by_is_not_compared() -> None:
     """Its data has run out: the others are not slow because it does nothing."""
     rounds = Rounds(2)
-    list(rounds.hear(0, Pace(last=1, own=(0.0,), waited=(0.0,))))
-    (each,) = rounds.hear(1, Pace(last=1, own=(0.02,), waited=(0.001,)))
+    list(rounds.add(0, Pace(last=1, own=(0.0,), waited=(0.0,))))
+    (each,) = rounds.add(1, Pace(last=1, own=(0.02,), waited=(0.001,)))
     assert each.own == {1: 0.02}
     assert not each.is_whole
-    detector = Stragglers()
+    detector = StragglerDetector()
     for _ in range(50):
-        detector.hear(each)
-    assert detector.look(0.0) == []
+        detector.add(each)
+    assert detector.warnings(0.0) == []
 
 
 @pytest.mark.parametrize("slow", [(0.120, 0.120, 0.120), (0.120, 0.120, 0.180)], ids=["equal", "named"])
 def test_who_has_stood_by_for_long_says_nothing_new(slow: Sequence[float]) -> None:
     """Its data has run out, or it is gone: it may be in none of the windows that are kept."""
-    detector = Stragglers()
+    detector = StragglerDetector()
     for window in range(1, 41):
-        detector.hear(told(window, slow))
-        detector.look(0.0)
+        detector.add(told(window, slow))
+        detector.warnings(0.0)
     for window in range(41, 241):
-        detector.hear(told(window, (0.120, 0.120)))
-        assert detector.look(1e6) == []
+        detector.add(told(window, (0.120, 0.120)))
+        assert detector.warnings(1e6) == []
     said = judged(detector, slowed(equal(2, 0.0), 1, 0.5, since=240), range(241, 300))
-    assert [(verdict.straggler.member, verdict.is_over) for _, verdict in said] == [(1, False)]
+    assert [(verdict.member, verdict.is_over) for _, verdict in said] == [(1, False)]
     # Alone there is nobody to compare with.
-    detector.hear(told(300, (0.120,)))
-    assert detector.look(1e9) == []
+    detector.add(told(300, (0.120,)))
+    assert detector.warnings(1e9) == []
 
 
 def test_another_model_is_another_story_and_who_is_gone_is_not_waited_for() -> None:
     rounds = Rounds(2)
-    assert list(rounds.hear(0, Pace(model=0, last=5, own=(0.1,), waited=(0.0,)))) == []
-    assert list(rounds.hear(0, Pace(model=1, last=2, own=(0.3,), waited=(0.0,)))) == []
-    assert list(rounds.hear(1, Pace(model=0, last=5, own=(0.1,), waited=(0.0,)))) == [], "that one is gone"
-    (each,) = rounds.hear(1, Pace(model=1, last=2, own=(0.3,), waited=(0.0,)))
+    assert list(rounds.add(0, Pace(model=0, last=5, own=(0.1,), waited=(0.0,)))) == []
+    assert list(rounds.add(0, Pace(model=1, last=2, own=(0.3,), waited=(0.0,)))) == []
+    assert list(rounds.add(1, Pace(model=0, last=5, own=(0.1,), waited=(0.0,)))) == [], "that one is gone"
+    (each,) = rounds.add(1, Pace(model=1, last=2, own=(0.3,), waited=(0.0,)))
     assert (each.model, each.window) == (1, 2)
     rounds.forget(1)
-    assert [each.window for each in rounds.hear(0, Pace(model=1, last=3, own=(0.3,), waited=(0.0,)))] == [3]
-    assert list(rounds.hear(1, Pace(model=1, last=9, own=(0.3,), waited=(0.0,)))) == []
+    assert [each.window for each in rounds.add(0, Pace(model=1, last=3, own=(0.3,), waited=(0.0,)))] == [3]
+    assert list(rounds.add(1, Pace(model=1, last=9, own=(0.3,), waited=(0.0,)))) == []
+
+
+class Placed:
+    """A model, as far as it is measured."""
+
+    def __init__(self) -> None:
+        self.pace = PaceMeter()
 
 
 def test_of_several_models_the_pace_is_always_that_of_the_first_that_is_left() -> None:
-    class Placed:
-        def __init__(self) -> None:
-            self.pace = PaceMeter()
-
-    class Still:
-        fates: list[Fate] = []  # noqa: RUF012
-
-    sampler, models = Sampler(Still()), [Placed(), Placed()]  # type: ignore[arg-type]
+    sampler, models = Sampler(list), [Placed(), Placed()]
     assert sampler.meter is None
     for model in models:
         sampler.add(model)  # type: ignore[arg-type]
@@ -321,10 +319,10 @@ def test_a_straggler_is_named_also_where_the_last_window_told_of_was_not_measure
     for last in range(8, 161, 8):
         numbers = range(last - 7, last + 1)
         every_second = tuple(0.013 if number % 2 == 0 else 0.0 for number in numbers)
-        said += detector.hear(1, Pace(last=last, own=every_second, waited=(0.001,) * 8), 0.0)
+        said += detector.add(1, Pace(last=last, own=every_second, waited=(0.001,) * 8), 0.0)
         # It tells of an odd one last.
         own = (0.010,) * 8 if last > 8 else (0.010,) * 7
-        said += detector.hear(0, Pace(last=last - 1, own=own, waited=(0.004,) * len(own)), 0.0)
+        said += detector.add(0, Pace(last=last - 1, own=own, waited=(0.004,) * len(own)), 0.0)
     (words,) = said
     assert words.startswith("rank 1 ")
 
@@ -333,29 +331,29 @@ def test_a_straggler_is_named_also_where_the_last_window_told_of_was_not_measure
 
 
 def test_a_rank_tells_of_every_window_once_and_as_often_as_they_are_long() -> None:
-    meter, teller, windows = PaceMeter(), PaceTeller(2), 0
-    assert teller.tell(None, 0.0) is None
-    assert teller.next == LONGEST_SECONDS
+    meter, reporter, windows = PaceMeter(), PaceReporter(2), 0
+    assert reporter.report(None, 0.0) is None
+    assert reporter.next == LONGEST_SECONDS
     for count in (1, 3, 2):
         for _ in range(count):
             meter.window_ended()
-        pace = teller.tell((0, meter), 1.0)
+        pace = reporter.report((0, meter), 1.0)
         assert pace is not None
         assert (pace.last, len(pace.own)) == (windows + count, count)
-        assert teller.tell((0, meter), 1.0) is None
+        assert reporter.report((0, meter), 1.0) is None
         windows += count
     for _ in range(2 * MOST_WINDOWS):
         meter.window_ended()
-    pace = teller.tell((0, meter), 1.0)
+    pace = reporter.report((0, meter), 1.0)
     assert pace is not None
     assert len(pace.own) == MOST_WINDOWS
-    assert teller.next == 1.0 + SHORTEST_SECONDS
+    assert reporter.next == 1.0 + SHORTEST_SECONDS
     other = PaceMeter()
     other.window_ended()
-    pace = teller.tell((1, other), 2.0)
+    pace = reporter.report((1, other), 2.0)
     assert pace is not None
     assert (pace.model, pace.last) == (1, 1)
-    assert PaceTeller(1000).tell(None, 0.0) is None
+    assert PaceReporter(1000).report(None, 0.0) is None
 
 
 def test_waiting_is_no_work(rank_pool: RankPool) -> None:
@@ -493,11 +491,11 @@ def test_a_slow_rank_is_named_on_rank_0(rank_pool: RankPool) -> None:
 # -- the wire ---------------------------------------------------------------------------------------------------------
 
 
-def heard(wire: SlowWire, times: Times, windows: range, seed: int = 0) -> list[tuple[int, WireVerdict]]:
+def heard(detector: CommunicationDetector, times: Times, windows: range, seed: int = 0) -> list[tuple[int, Slowdown]]:
     numbers, said = random.Random(seed), []
     for window in windows:
-        wire.hear(told(window, *times(numbers, window)))
-        verdict = wire.look(0.0)
+        detector.add(told(window, *times(numbers, window)))
+        verdict = detector.warning(0.0)
         said += [] if verdict is None else [(window, verdict)]
     return said
 
@@ -514,22 +512,22 @@ def over_a_wire(seconds: Callable[[int], float], noise: float = 0.05) -> Times:
 def test_a_wire_that_becomes_slow_is_named_soon_and_when_it_is_over(
     seconds: float, slower: float, since: int, seed: int
 ) -> None:
-    wire = SlowWire()
+    detector = CommunicationDetector()
     quick = over_a_wire(lambda _: seconds)
     slow = over_a_wire(lambda window: seconds * slower)
-    assert heard(wire, quick, range(1, since + 1), seed) == []
-    (window, verdict), *more = heard(wire, slow, range(since + 1, since + 201), seed)
+    assert heard(detector, quick, range(1, since + 1), seed) == []
+    (window, verdict), *more = heard(detector, slow, range(since + 1, since + 201), seed)
     assert more == []
     assert window <= since + NAMED_WITHIN
     assert verdict.now == pytest.approx(seconds * slower, rel=0.2)
     assert verdict.before == pytest.approx(seconds, rel=0.1)
-    ((window, verdict),) = heard(wire, quick, range(since + 201, since + 251), seed)
+    ((window, verdict),) = heard(detector, quick, range(since + 201, since + 251), seed)
     assert verdict.is_over
-    assert "no slower than before any more" in slow_wire_words(verdict)
+    assert "no slower than before any more" in slow_communication(verdict)
     # As quick as the first time, though it was slow for long.
-    ((window, verdict),) = heard(wire, slow, range(since + 251, since + 281), seed)
+    ((window, verdict),) = heard(detector, slow, range(since + 251, since + 281), seed)
     assert window <= since + 250 + NAMED_WITHIN
-    assert "the wire has become slow: it takes" in slow_wire_words(verdict)
+    assert "communication has become slow: it takes" in slow_communication(verdict)
 
 
 @pytest.mark.parametrize(
@@ -548,32 +546,31 @@ def test_a_wire_that_becomes_slow_is_named_soon_and_when_it_is_over(
     ],
 )
 def test_the_wire_is_not_blamed_for(times: Times) -> None:
-    assert heard(SlowWire(), times, range(1, 1_001)) == []
+    assert heard(CommunicationDetector(), times, range(1, 1_001)) == []
 
 
 def test_who_stands_by_says_nothing_of_the_wire() -> None:
-    wire = SlowWire()
+    detector = CommunicationDetector()
     for window in range(1, 200):
         seconds = 0.004 if window < 100 else 0.1
-        wire.hear(Round(model=0, window=window, own={0: 0.02}, waited={0: seconds}, is_whole=False))
-        assert wire.look(0.0) is None
+        detector.add(Round(model=0, window=window, own={0: 0.02}, waited={0: seconds}, is_whole=False))
+        assert detector.warning(0.0) is None
 
 
 def test_the_hub_hears_its_own_windows_as_it_hears_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[int, Pace]] = []
-    monkeypatch.setattr(
-        PaceDetector, "hear", lambda self, member, pace, now, models: heard.append((member, pace)) or []
-    )
-    meter = PaceMeter()
-    meter.window_ended()
+    monkeypatch.setattr(PaceDetector, "add", lambda self, member, pace, now, models: heard.append((member, pace)) or [])
+    model = Placed()
+    model.pace.window_ended()
+    sampler = Sampler(list)
+    sampler.add(model)  # type: ignore[arg-type]
     sent: list[dict[str, object]] = []
-    for rank, hears in ((0, []), (1, sent)):
-        ways = Ways(tell=hears.append, say=lambda words: None, meter=lambda: (0, meter), models=lambda: 1)
-        Pacing(MEMBERS, rank, ways).tick(1.0)
-    hub = Pacing(MEMBERS, 0, Ways(tell=lambda _: None, say=lambda _: None, meter=lambda: None, models=lambda: 1))
+    for rank, messages in ((0, []), (1, sent)):
+        Pacing(MEMBERS, rank, sampler, send=messages.append, warn=str).tick(1.0)
+    hub = Pacing(MEMBERS, 0, Sampler(list), send=str, warn=str)
     hub.take(1, json.loads(json.dumps(sent[0])), 1.0)
     (_, own), (_, told) = heard
-    assert own == told == meter.since(0)
+    assert own == told == model.pace.since(0)
 
 
 def test_an_error_in_judging_who_is_slow_ends_that_alone(
@@ -586,10 +583,9 @@ def test_an_error_in_judging_who_is_slow_ends_that_alone(
         asked.append(1)
         raise IndexError("on purpose")
 
-    monkeypatch.setattr(Rounds, "hear", fail)
+    monkeypatch.setattr(Rounds, "add", fail)
     said: list[str] = []
-    ways = Ways(tell=lambda message: None, say=said.append, meter=lambda: None, models=lambda: 1)
-    pacing = Pacing(MEMBERS, 0, ways)
+    pacing = Pacing(MEMBERS, 0, Sampler(list), send=str, warn=said.append)
     pacing.tick(1.0)
     assert pacing.next < math.inf
     for number in (1, 2, 1):

@@ -44,7 +44,9 @@ def stands(
     started: int = 0, *, waits: int = 0, seconds: float = 0.0, what: str = "all_reduce", **more: Any
 ) -> RankStatus:
     """A rank that has started so many collectives on its only wire, and waits in one of them, or in none."""
-    awaited = (Wait(wire=0, place=waits, what=f"collective {waits} ({what})", seconds=seconds),) if waits else ()
+    awaited = (
+        (Wait(communicator=0, place=waits, what=f"collective {waits} ({what})", seconds=seconds),) if waits else ()
+    )
     given = {"windows": 7, "phase": "synchronizing", "progress": "", "seconds": 0.0, **more}
     return RankStatus(started=(started,), waits=awaited, **given)
 
@@ -69,7 +71,7 @@ def test_a_rank_that_is_held_up_itself_is_not_the_cause() -> None:
 
 
 def wait_on(wire: int, place: int) -> Wait:
-    return Wait(wire=wire, place=place, what="collective 1 (broadcast)", seconds=9.0)
+    return Wait(communicator=wire, place=place, what="collective 1 (broadcast)", seconds=9.0)
 
 
 def test_nobody_is_blamed_while_all_are_in_the_same_collective() -> None:
@@ -88,13 +90,13 @@ def test_other_collectives_in_the_same_place_are_seen() -> None:
 def judge_of(*statuses: RankStatus, now: float = 100.0) -> Detector:
     detector = Detector(0, range(1, len(statuses)), now)
     for rank, status in enumerate(statuses):
-        detector.hear(rank, status, now)
+        detector.update(rank, status, now)
     return detector
 
 
 def hear_all(detector: Detector, now: float, *statuses: RankStatus) -> None:
     for rank, status in enumerate(statuses):
-        detector.hear(rank, status, now)
+        detector.update(rank, status, now)
 
 
 def test_a_slow_rank_is_warned_about_ever_more_seldom_and_then_forgotten() -> None:
@@ -113,10 +115,10 @@ def test_a_slow_rank_is_warned_about_ever_more_seldom_and_then_forgotten() -> No
 
 def test_silence_is_noticed_when_somebody_waits() -> None:
     detector = judge_of(stands(12), stands(12), stands(12))
-    detector.hear(2, stands(12), 106.0)
-    detector.hear(0, stands(12), 106.0)
+    detector.update(2, stands(12), 106.0)
+    detector.update(0, stands(12), 106.0)
     assert detector.suspects(106.0) == [], "nobody waits, and a step may be long"
-    detector.hear(0, stands(13, waits=13, seconds=2.0), 106.0)
+    detector.update(0, stands(13, waits=13, seconds=2.0), 106.0)
     (silent,) = detector.due(106.0)
     assert (silent.member, silent.kind, silent.waiters) == (1, "silent", (0,))
     assert silent.seconds == pytest.approx(6.0)
@@ -125,16 +127,16 @@ def test_silence_is_noticed_when_somebody_waits() -> None:
 def test_who_was_stopped_itself_thinks_nothing_of_others() -> None:
     detector = judge_of(stands(12, waits=12, seconds=3.0), stands(12))
     detector.wake(200.0)
-    detector.hear(0, stands(12, waits=12, seconds=3.0), 200.0)
+    detector.update(0, stands(12, waits=12, seconds=3.0), 200.0)
     assert detector.suspects(200.0) == []
 
 
 def test_only_the_hub_says_who_is_behind() -> None:
     detector = Detector(1, [0], 0.0, sees_all=False)
-    detector.hear(0, stands(11), 10.0)
-    detector.hear(1, stands(12, waits=12, seconds=9.0), 10.0)
+    detector.update(0, stands(11), 10.0)
+    detector.update(1, stands(12, waits=12, seconds=9.0), 10.0)
     assert detector.suspects(10.0) == []
-    detector.hear(1, stands(12, waits=12, seconds=15.0), 16.0)
+    detector.update(1, stands(12, waits=12, seconds=15.0), 16.0)
     assert [each.kind for each in detector.suspects(16.0)] == ["silent"]
 
 
@@ -146,7 +148,7 @@ def test_ranks_that_speak_and_wait_little_are_never_suspected(steps: list[tuple[
     for rank, place, seconds in steps:
         now += 0.1
         hear_all(detector, now, *(stands(5) for _ in range(3)))
-        detector.hear(rank, stands(5, waits=place, seconds=seconds), now)
+        detector.update(rank, stands(5, waits=place, seconds=seconds), now)
         assert [each for each in detector.suspects(now) if each.seconds >= SLOW_SECONDS] == []
         assert detector.due(now) == []
 
@@ -154,12 +156,12 @@ def test_ranks_that_speak_and_wait_little_are_never_suspected(steps: list[tuple[
 def test_a_rank_that_left_strands_only_those_it_did_not_serve() -> None:
     left = ExitRecord(member=1, left=True, words="has ended its script", at=0.0, status=stands(12))
     gone = ExitRecord(member=1, left=False, words="was killed", at=0.0, status=stands(12))
-    served, unserved = stands(12, waits=12).waits[0], stands(13, waits=13).waits[0]
-    assert [left.strands(served), left.strands(unserved)] == [False, True]
-    assert gone.strands(served)
+    served, unserved = (0, 12), (0, 13)
+    assert [left.strands(*served), left.strands(*unserved)] == [False, True]
+    assert gone.strands(*served)
     detector = judge_of(stands(), stands())
-    assert detector.end(left)
-    assert not detector.end(gone), "the connection of one that has left closes, too"
+    assert detector.end(left, 0.0)
+    assert not detector.end(gone, 0.0), "the connection of one that has left closes, too"
     assert detector.exits == {1: left}
 
 
@@ -234,8 +236,8 @@ def test_a_sampler_sees_waits_and_how_long_nothing_has_changed() -> None:
     guards = Guards(wire)
     for _ in range(2):
         guards.add(wire, str)
-    assert guards.fates == [wire.fate]
-    sampler = Sampler(guards)
+    assert guards.states == [wire.state]
+    sampler = Sampler(lambda: guards.states)
     sampler.add(first)
     sampler.add(second)
     assert sampler.look(10.0).windows == 1, "the one that is at work"
@@ -246,9 +248,9 @@ def test_a_sampler_sees_waits_and_how_long_nothing_has_changed() -> None:
     assert sampler.look(34.0).seconds == pytest.approx(4.0)
     collective = Collective(wire, "all_reduce", "sum", 3, torch.float32)
     collective.place = 2
-    wire.fate.waits[collective] = 35.0
+    wire.state.waits[collective] = 35.0
     (wait,) = sampler.look(37.5).waits
-    assert (wait.wire, wait.place, wait.seconds) == (0, 2, 2.5)
+    assert (wait.communicator, wait.place, wait.seconds) == (0, 2, 2.5)
     assert "all_reduce sum of 3" in wait.what
     first.fails = second.fails = True
     assert sampler.look(40.0).phase == "idle", "whatever cannot be seen now is looked at again later"
@@ -261,7 +263,9 @@ data = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
-waits = st.builds(Wait, wire=st.integers(-9, 9), place=st.integers(-9, 99), what=st.text(), seconds=st.floats(0, 99))
+waits = st.builds(
+    Wait, communicator=st.integers(-9, 9), place=st.integers(-9, 99), what=st.text(), seconds=st.floats(0, 99)
+)
 statuses = st.builds(
     RankStatus,
     windows=st.integers(-9, 99),
@@ -287,7 +291,7 @@ def hear(told: list[Any]) -> tuple[list[Any], dict[int, Any]]:
         for each in told:
             for name in ("beat", "suspects", "ended", "error"):
                 hub.agent._take(HUB, {"beat": {}, name: each} if name == "suspects" else {name: each}, 0.0)
-        return hub.agent._told, hub.agent._detector.exits
+        return hub.agent._reported, hub.agent._detector.exits
 
 
 @settings(max_examples=10, deadline=None)
@@ -378,7 +382,7 @@ def attack(seed: int, count: int) -> dict[str, Any]:
                 struct.pack(">I", chance.randint(600, 2**32 - 1)),
                 ANSWER.pack(chance.choice([1, 0, 7, -1, 2**62]), bytes(16), bytes(32)),
                 ANSWER.pack(1, bytes(16), code(invitation.secret, bytes(16), 1))[: chance.randint(1, 56)],
-                pack({"beat": {}}) + pack({"bye": "x"}) + pack({"ended": {"member": 0}}),
+                pack({"beat": {}}) + pack({"exit": "x"}) + pack({"ended": {"member": 0}}),
             ][chance.randrange(6)]
             try:
                 connection.sendall(says)
@@ -445,7 +449,7 @@ def lines_that_end() -> dict[str, Any]:
     """One rank says goodbye, one is cut off by a line that breaks, one is gone: who hears what."""
     with Hub(4) as hub:
         lines = hub.lines
-        lines[1].send({"bye": "has ended its script", "beat_at_end": dataclasses.asdict(stands(12))})
+        lines[1].send({"exit": "has ended its script", "status": dataclasses.asdict(stands(12))})
         lines[1].close()
         lines[2].connection.sendall(b"\xff" * 100)
         lines[3].close()
@@ -493,7 +497,7 @@ def lose_what_waits() -> tuple[str, str, str]:
         engine = Engine(3)
         for wire in (busy, idle):
             hub.agent.guard(wire)
-        hub.agent.look_at(engine)
+        hub.agent.sampler.add(engine)
         said: list[str] = []
 
         def wait() -> None:
@@ -504,7 +508,7 @@ def lose_what_waits() -> tuple[str, str, str]:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        assert until(lambda: bool(busy.fate.waits))
+        assert until(lambda: bool(busy.state.waits))
         line.close()
         thread.join(20)
         time.sleep(2 * GRACE_SECONDS)

@@ -472,7 +472,7 @@ def step_apart(kind: str, may_step: Path) -> DistributedDataParallel:
 @contextmanager
 def signalled_in_a_wait(model: DistributedDataParallel, number: signal.Signals) -> Iterator[None]:
     """This process gets the signal when it waits for another rank."""
-    waits = model.synchronizer.engine.communicator.fate.waits
+    waits = model.synchronizer.engine.communicator.state.waits
 
     def send() -> None:
         while not waits:

@@ -265,7 +265,7 @@ class Elasticity:
         for _ in range(MEETINGS):
             chosen = self._ask() if members is None else members
             members = None
-            self._latest = 1 + max(member.standing.generation for member in chosen)
+            self._latest = 1 + max(member.status.generation for member in chosen)
             try:
                 self.generation = meet(
                     chosen,
@@ -314,10 +314,10 @@ class Elasticity:
 
     def _are_enough(self, members: Sequence[ElasticMember]) -> bool:
         """Depends only on what all ranks know, so that all continue, or all ask again."""
-        if any(member.standing.generation for member in members):
+        if any(member.status.generation for member in members):
             return len(members) >= self._settings.min_ranks
         wanted = self._settings.ranks or self._launched.world_size
-        return len(members) >= wanted or max(each.standing.waited for each in members) > self._settings.patience
+        return len(members) >= wanted or max(each.status.waited for each in members) > self._settings.patience
 
     def _standing(self) -> MemberStatus:
         return MemberStatus(

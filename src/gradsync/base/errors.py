@@ -10,8 +10,8 @@
     ├── MisuseError                       a call at a time when its result would be wrong
     │   └── LateGradientError             a gradient arrived after its bucket had started
     └── PeerFailedError                   another rank failed; the message names it
-        ├── BadStepError                     a rank rejected the window; raised on that rank, too
-        └── CommunicatorLostError                 the communicator is lost with it and cannot be used again
+        ├── BadStepError                  a rank rejected the window; raised on that rank, too
+        └── CommunicatorLostError         the communicator is lost with it and cannot be used again
 
 Every message says what was expected, what was found (rank, parameter) and what to do. The classes also derive from the
 built-in class that ``torch.nn.parallel.DistributedDataParallel`` raises in the same situation, so code that catches

@@ -55,22 +55,22 @@ Reader = Callable[[Any], Any]
 LARGEST = 2**63
 
 
-def from_json(kind: type[T], told: object) -> T:
+def from_json(kind: type[T], data: object) -> T:
     """An object of type ``kind``. A dataclass may be a JSON object, or an array in the order of its fields, the last of
     which may be missing.
 
     Raises ValueError if that is impossible.
     """
     read: Callable[[object], T] = _reader(typing.cast(Any, kind))
-    return read(told)
+    return read(data)
 
 
-def from_json_or(kind: type[T], told: object, otherwise: D) -> T | D:
-    """:func:`from_json`, or ``otherwise`` for what is something else: another version may have written it."""
+def from_json_or(kind: type[T], data: object, default: D) -> T | D:
+    """:func:`from_json`, or ``default`` for what is something else: another version may have written it."""
     try:
-        return from_json(kind, told)
+        return from_json(kind, data)
     except ValueError:
-        return otherwise
+        return default
 
 
 class _ValueError(ValueError):
@@ -90,63 +90,63 @@ class _ValueError(ValueError):
 def _reader(kind: Any) -> Reader:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if is_dataclass(kind):
-        return lambda told: _object(kind, told)
+        return lambda data: _object(kind, data)
     if origin is tuple and inner[-1] is Ellipsis:
-        return lambda told: _tuple(told, (inner[0],) * len(_array(told)))
+        return lambda data: _tuple(data, (inner[0],) * len(_array(data)))
     if origin is tuple:
-        return lambda told: _tuple(told, inner)
+        return lambda data: _tuple(data, inner)
     if origin in (dict, Mapping):
-        return lambda told: _mapping(told, *inner)
+        return lambda data: _mapping(data, *inner)
     if origin is typing.Literal:
-        return lambda told: _one_of(told, inner)
+        return lambda data: _one_of(data, inner)
     if origin is types.UnionType and types.NoneType in inner:
         (other,) = (each for each in inner if each is not types.NoneType)
-        return lambda told: None if told is None else _reader(other)(told)
+        return lambda data: None if data is None else _reader(other)(data)
     simple: dict[Any, Reader] = {
         float: _number,
         int: _whole,
-        bool: lambda told: _wanted(bool, told, "true or false"),
-        str: lambda told: _wanted(str, told, "words"),
+        bool: lambda data: _wanted(bool, data, "true or false"),
+        str: lambda data: _wanted(str, data, "words"),
     }
     return simple[kind]
 
 
-def _wanted(kind: type[T], told: Any, words: str) -> T:
+def _wanted(kind: type[T], data: Any, words: str) -> T:
     # Not isinstance: True is a number to Python, and to nobody who writes one.
-    if type(told) is not kind:
-        raise _ValueError(f"expected {words}, got {_short(told)}")
-    return told
+    if type(data) is not kind:
+        raise _ValueError(f"expected {words}, got {_short(data)}")
+    return data
 
 
-def _array(told: Any) -> Any:
+def _array(data: Any) -> Any:
     # dataclasses.asdict() leaves tuples as they are.
-    return told if type(told) is tuple else _wanted(list, told, "an array")
+    return data if type(data) is tuple else _wanted(list, data, "an array")
 
 
-def _whole(told: Any) -> int:
+def _whole(data: Any) -> int:
     # In JSON it may have any number of digits, and nobody computes with those.
-    if abs(_wanted(int, told, "a whole number")) >= LARGEST:
-        raise _ValueError(f"expected a whole number of 64 bits, got {_short(told)}")
-    return typing.cast(int, told)
+    if abs(_wanted(int, data, "a whole number")) >= LARGEST:
+        raise _ValueError(f"expected a whole number of 64 bits, got {_short(data)}")
+    return typing.cast(int, data)
 
 
-def _number(told: Any) -> float:
-    if type(told) not in (float, int) or not abs(told) <= sys.float_info.max:
-        raise _ValueError(f"expected a finite number, got {_short(told)}")
-    return float(told)
+def _number(data: Any) -> float:
+    if type(data) not in (float, int) or not abs(data) <= sys.float_info.max:
+        raise _ValueError(f"expected a finite number, got {_short(data)}")
+    return float(data)
 
 
-def _one_of(told: Any, names: tuple[Any, ...]) -> Any:
-    if told not in names:
-        raise _ValueError(f"expected one of {', '.join(map(str, names))}, got {_short(told)}")
-    return told
+def _one_of(data: Any, names: tuple[Any, ...]) -> Any:
+    if data not in names:
+        raise _ValueError(f"expected one of {', '.join(map(str, names))}, got {_short(data)}")
+    return data
 
 
-def _tuple(told: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(_array(told)) != len(kinds):
-        raise _ValueError(f"expected {len(kinds)} values, got {len(told)}")
+def _tuple(data: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(_array(data)) != len(kinds):
+        raise _ValueError(f"expected {len(kinds)} values, got {len(data)}")
     made = []
-    for place, (kind, each) in enumerate(zip(kinds, told, strict=True)):
+    for place, (kind, each) in enumerate(zip(kinds, data, strict=True)):
         try:
             made.append(_reader(kind)(each))
         except ValueError as error:
@@ -154,9 +154,9 @@ def _tuple(told: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(made)
 
 
-def _mapping(told: Any, name_kind: Any, kind: Any) -> dict[Any, Any]:
+def _mapping(data: Any, name_kind: Any, kind: Any) -> dict[Any, Any]:
     made = {}
-    for name, value in _wanted(dict, told, "an object").items():
+    for name, value in _wanted(dict, data, "an object").items():
         try:
             made[_reader(name_kind)(name)] = _reader(kind)(value)
         except ValueError as error:
@@ -164,16 +164,16 @@ def _mapping(told: Any, name_kind: Any, kind: Any) -> dict[Any, Any]:
     return made
 
 
-def _object(kind: Any, told: Any) -> Any:
+def _object(kind: Any, data: Any) -> Any:
     readers = _readers(kind)
-    if type(told) in (list, tuple) and len(told) <= len(readers):
-        # Of one that was written before the class had its last fields.
-        told = dict(zip(readers, told, strict=False))
+    if type(data) in (list, tuple) and len(data) <= len(readers):
+        # Written before the class had its last fields.
+        data = dict(zip(readers, data, strict=False))
     values = {}
     for name, (read, is_needed) in readers.items():
-        if name in _wanted(dict, told, "an object"):
+        if name in _wanted(dict, data, "an object"):
             try:
-                values[name] = read(told[name])
+                values[name] = read(data[name])
             except ValueError as error:
                 raise _ValueError.inside(f".{name}", error) from None
         elif is_needed:
@@ -183,7 +183,7 @@ def _object(kind: Any, told: Any) -> Any:
 
 @cache
 def _readers(kind: Any) -> dict[str, tuple[Reader, bool]]:
-    """By name, with whether it must be told. Looked up late: a class may have others of its own kind inside."""
+    """By name, with whether it is required. Looked up late: a class may contain others of its own kind."""
     types_of = typing.get_type_hints(kind)
     return {
         each.name: (_reader(types_of[each.name]), each.default is MISSING and each.default_factory is MISSING)
@@ -191,6 +191,6 @@ def _readers(kind: Any) -> dict[str, tuple[Reader, bool]]:
     }
 
 
-def _short(told: Any) -> str:
-    words = repr(told)
+def _short(data: Any) -> str:
+    words = repr(data)
     return words if len(words) < 60 else f"{words[:57]}…"

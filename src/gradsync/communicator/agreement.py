@@ -42,8 +42,8 @@ def require_same_library(communicator: Communicator) -> None:
     torch's class begins with an all-gather of one number, that of its parameters. So does this, with a number that no
     model has, and which torch's class refuses on the other ranks as a different model.
     """
-    told = _gather_equal(communicator, torch.tensor([GREETING], dtype=torch.int64, device="cpu"))
-    others = [rank for rank, number in enumerate(told) if number != GREETING]
+    numbers = _gather_equal(communicator, torch.tensor([GREETING], dtype=torch.int64, device="cpu"))
+    others = [rank for rank, number in enumerate(numbers) if number != GREETING]
     if others:
         mine, theirs = (rank_name(communicator.group, rank) for rank in (communicator.rank, others[0]))
         raise MismatchError(
@@ -82,8 +82,8 @@ def agree_on_absent(communicator: Communicator, absent: Iterable[int], count: in
 def make_together(communicator: Communicator, what: str, make: Callable[[], T]) -> T:
     """The result of ``make``, if it succeeds on all ranks; otherwise ConfigurationError on all of them. Collective.
 
-    ``make`` may fail on a single rank, so it must not wait for another rank, which may have failed in it. ``what`` says
-    what the rank could not do then; a ConfigurationError says so itself.
+    ``make`` may fail on a single rank, so it must not wait for another rank, which may have failed in it. ``what``
+    completes "rank 1 could not …"; a ConfigurationError is passed on as it is.
     """
     made: list[T] = []
     reason = b""
@@ -94,9 +94,9 @@ def make_together(communicator: Communicator, what: str, make: Callable[[], T]) 
     except (OSError, RuntimeError, MemoryError) as error:
         name = rank_name(communicator.group, communicator.rank)
         reason = f"{name} could not {what}: {str(error) or type(error).__name__}".encode()
-    told = [each for each in gather_bytes(communicator, reason) if each]
-    if told:
-        raise ConfigurationError(told[0].decode())
+    reasons = [each for each in gather_bytes(communicator, reason) if each]
+    if reasons:
+        raise ConfigurationError(reasons[0].decode())
     return made[0]
 
 
@@ -105,14 +105,14 @@ def together(
 ) -> tuple[T, list[Any]]:
     """Run ``work`` on every rank. Collective.
 
-    It returns what this rank keeps and what the others shall learn, as JSON; this returns the first, and the second of
-    every rank. If it raises anywhere, ``undo`` is called everywhere; then this raises everywhere: the own error where
+    It returns what this rank keeps and what it shares with the others, as JSON; this returns the first, and what every
+    rank shares. If it raises anywhere, ``undo`` is called everywhere; then this raises everywhere: the own error where
     there is one, a :class:`PeerFailedError` that names the ranks elsewhere.
     """
     error: Exception | None = None
     try:
-        kept, told = work()
-        message = {"told": told}
+        kept, shared = work()
+        message = {"shared": shared}
     except Exception as caught:
         error = caught
         message = {"error": f"{type(caught).__name__}: {caught}"}
@@ -122,7 +122,7 @@ def together(
         refuse(communicator, error, undo)
     if failures:
         refuse(communicator, PeerFailedError(f"could not {what}, because of {'; '.join(failures)}"), undo)
-    return kept, [answer["told"] for answer in answers]
+    return kept, [answer["shared"] for answer in answers]
 
 
 def refuse(communicator: Communicator, error: Exception, undo: Undo | None = None) -> None:

@@ -28,7 +28,7 @@ from gradsync.base.errors import MisuseError
 from gradsync.communicator.logs import LOGGER
 from gradsync.communicator.timer import make_timer
 
-__all__ = ["AtWait", "Background", "GivenUpError", "Numbering", "Task", "call_back", "flush_lazy"]
+__all__ = ["Background", "GivenUpError", "Numbering", "Task", "call_back", "flush_lazy"]
 
 # Between two looks: rare enough not to show where collectives are waited for at once.
 SWEEP_SECONDS = 2e-3
@@ -52,7 +52,7 @@ class _Sweeper:
             queue.is_looked_after = True
             self._queues[queue] = None
             if self._thread is None:
-                thread = threading.Thread(target=self._walk, name="gradsync sweeper", daemon=True)
+                thread = threading.Thread(target=self._sweep, name="gradsync sweeper", daemon=True)
                 # If no further thread can start, the thread that waits for a collective still runs it.
                 with contextlib.suppress(RuntimeError):
                     thread.start()
@@ -72,7 +72,7 @@ class _Sweeper:
             finally:
                 self._lock.release()
 
-    def _walk(self) -> None:
+    def _sweep(self) -> None:
         while True:
             self._has_work.wait()
             time.sleep(SWEEP_SECONDS)
@@ -91,7 +91,7 @@ class _Sweeper:
         if first is not None and first is seen:
             queue.wake()
         elif first is None:
-            # In this order: whoever adds something looks at the flag after it was added.
+            # In this order: a thread that adds something looks at the flag after adding it.
             queue.is_looked_after = False
             first = queue.first()
             if first is None:
@@ -104,13 +104,13 @@ class _Sweeper:
 _sweeper = _Sweeper()
 
 
-def _begin_anew() -> None:
+def _restart_sweeper() -> None:
     """In a forked child, which has none of its parent's threads."""
     global _sweeper
     _sweeper = _Sweeper()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_restart_sweeper)
 
 
 def flush_lazy() -> None:
@@ -130,7 +130,7 @@ class GivenUpError(Exception):
 
 
 def call_back(callback: Callable[[], None]) -> None:
-    """Errors in a callback belong to whoever registered it, not to the collective, and must not end the thread."""
+    """Errors in a callback are not the collective's, and must not end the thread."""
     try:
         callback()
     except Exception:
@@ -166,8 +166,10 @@ class Task:
         self._callbacks: list[Callable[[], None]] = []
 
     def done(self) -> bool:
-        if not self.ended:
-            self._hurry()
+        if not self.ended and not self._hurries:
+            # Somebody asks and does not wait: a lazy task must complete without a waiter.
+            self._hurries = True
+            self._queue.wake()
         return self.ended
 
     def when_done(self, callback: Callable[[], None]) -> None:
@@ -205,12 +207,6 @@ class Task:
             self.ended = True
             self._call_back()
 
-    def _hurry(self) -> None:
-        """Somebody asks whether it is done but does not wait: a lazy task must complete without a waiter."""
-        if not self._hurries:
-            self._hurries = True
-            self._queue.wake()
-
     def _call_back(self) -> None:
         while self._callbacks:
             with contextlib.suppress(IndexError):  # the other thread took it
@@ -223,9 +219,9 @@ class _Queue:
 
     def __init__(self) -> None:
         self._tasks: deque[Task] = deque()
-        # Held by whoever runs a collective: never two at a time, never out of order.
+        # Held by the thread that runs a collective: never two at a time, never out of order.
         self._turn = threading.Lock()
-        self._alarm = make_timer()
+        self._timer = make_timer()
         self._closed = False
         self._running = False
         self._stage_thread: int | None = None
@@ -251,7 +247,7 @@ class _Queue:
             return task
         self._tasks.append(task)
         if not lazy:
-            self._alarm.set(HEAD_START)
+            self._timer.set(HEAD_START)
         elif not self.is_looked_after:
             _sweeper.look_after(self)
         return task
@@ -266,11 +262,11 @@ class _Queue:
             return None
 
     def wake(self) -> None:
-        self._alarm.set(HEAD_START)
+        self._timer.set(HEAD_START)
 
     def close(self) -> None:
         self._closed = True
-        self._alarm.set(0.0)
+        self._timer.set(0.0)
 
     def run_until(self, task: Task) -> None:
         if self.place() is not None:
@@ -279,16 +275,16 @@ class _Queue:
                 "wait for the other. Start it before, or chain it to the stage with then()"
             )
         # First, so that the timer of tasks added in the meantime stays set.
-        self._alarm.call_off()
+        self._timer.cancel()
         if self._closed:
             # That timer was not for this.
-            self._alarm.set(0.0)
+            self._timer.set(0.0)
         try:
             while not task.ended:
                 self._take_turn(task)
         finally:
             if self._tasks:
-                self._alarm.set(HEAD_START)
+                self._timer.set(HEAD_START)
 
     def _take_turn(self, task: Task) -> None:
         if self._turn.acquire(timeout=LOOK_SECONDS):
@@ -303,10 +299,10 @@ class _Queue:
     def serve(self) -> None:
         """The thread's life."""
         while True:
-            self._alarm.wait()
+            self._timer.wait()
             if self._closed:
                 return
-            # Who waits for one may have run it already. Lazy tasks run along with it.
+            # A thread that waits for one may have run it already. Lazy tasks run along with it.
             while self._tasks:
                 with self._turn:
                     if self._tasks:
@@ -326,10 +322,13 @@ class _Queue:
 
 
 class Background:
-    """A queue of collectives and its worker thread, which starts with the first collective."""
+    """A queue of collectives and its worker thread, which starts with the first collective.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    Without a thread, a collective runs when it, or a later one, is waited for.
+    """
+
+    def __init__(self, name: str, *, has_thread: bool = True) -> None:
+        self._name, self._has_thread = name, has_thread
         self._queue = _Queue()
         self._thread: threading.Thread | None = None
         # The finalizer must not hold this object.
@@ -359,27 +358,17 @@ class Background:
         """Stop waiting for a task that another thread is stuck in."""
         self._queue.given_up = True
 
-    def close(self) -> None:
-        """Stop after the current collective. Those not started then only run if somebody waits for them."""
-        self._queue.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def leave(self, seconds: float) -> None:
-        """:meth:`close` at process exit, waiting no longer than that."""
+    def close(self, seconds: float | None = None) -> None:
+        """Stop after the current collective, waiting no longer than that. Those not started then only run if somebody
+        waits for them."""
         self._queue.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(seconds)
 
     def begin(self) -> None:
         """Start the thread, which else comes with the first collective."""
+        if not self._has_thread:
+            return
         thread = threading.Thread(target=self._queue.serve, name=self._name, daemon=True)
         thread.start()
         self._thread = thread
-
-
-class AtWait(Background):
-    """A queue without a thread: a collective runs when it, or a later one, is waited for."""
-
-    def begin(self) -> None:
-        pass

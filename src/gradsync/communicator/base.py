@@ -20,9 +20,9 @@ raises its error.
 **Stages.** When later collectives depend on the results of earlier ones, chain them with :meth:`Handle.then` instead of
 waiting in between, so that all of the work overlaps with the caller's::
 
-    first = wire.reduce_scatter(share, gradients)
-    whole = first.then(lambda: (shrink(share, small), wire.all_gather(everybodys, small))[-1])
-    other = wire.all_reduce(loss)             # in the order of all ranks after what the stage starts
+    first = communicator.reduce_scatter(share, gradients)
+    whole = first.then(lambda: (shrink(share, small), communicator.all_gather(everybodys, small))[-1])
+    other = communicator.all_reduce(loss)     # in the order of all ranks after what the stage starts
     whole.wait()
 
 A stage's place in the order is where ``then`` was called, and what it starts has that place, too. Ranks reach the end

@@ -29,17 +29,21 @@ from gradsync.communicator.checks import (
     check_summed,
     check_together,
 )
-from gradsync.communicator.collective import Allocation, Collective, Fate, Later, OnTheSpot, StageHandle, Work, again
+from gradsync.communicator.collective import Allocation, Collective, Later, OnTheSpot, StageHandle, Work, again
 from gradsync.communicator.logs import LOGGER, log_errors, rank_name
-from gradsync.communicator.shutdown import keep_track
+from gradsync.communicator.shutdown import register
+from gradsync.communicator.transport_state import TransportState
 
-__all__ = ["BaseCommunicator", "Shares", "Sizes"]
+__all__ = ["BaseCommunicator", "Shares", "Sizes", "Start"]
 
 Sizes = tuple[int, ...]
 """Elements per rank."""
 
 Shares = Sizes | None
 """Elements per rank, as :data:`Counts` that were checked. None: all are equal."""
+
+Start = Callable[[Communicator], Handle]
+"""Starts a collective on another communicator."""
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -50,19 +54,19 @@ class BaseCommunicator:
 
     # Whether ranks that raise MismatchError, all of them, are still in step.
     survives_mismatch = False
-    # Whether a collective that failed here is told to the others as if it had been given up: else they wait for it.
+    # Whether the others are notified of a collective that failed here, as if it had been given up: else they wait.
     tells_failures = False
     summed = SUMMED_BY_TORCH
 
-    def __init__(self, rank: int, world_size: int, group: Any = None, *, fate: Fate | None = None) -> None:
+    def __init__(self, rank: int, world_size: int, group: Any = None, *, state: TransportState | None = None) -> None:
         self.rank, self.world_size, self.group = rank, world_size, group
-        self.fate = Fate() if fate is None else fate
+        self.state = TransportState() if state is None else state
         self._order = Numbering()
         self._background: Background | None = None
         self._aborted = False
         self._is_forked = False
         self._logs = LOGGER.isEnabledFor(logging.DEBUG)
-        keep_track(self)
+        register(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.world_size})"
@@ -73,12 +77,12 @@ class BaseCommunicator:
 
     @property
     def failure(self) -> GradsyncError | None:
-        return self.fate.failure
+        return self.state.failure
 
     @property
     def failure_flags(self) -> list[torch.Tensor]:
-        """Numbers in host memory of which one is not zero once there is a failure; see :attr:`Fate.flag`."""
-        return [self.fate.flag]
+        """Numbers in host memory of which one is not zero once there is a failure; see :attr:`TransportState.flag`."""
+        return [self.state.flag]
 
     def averages(self, device: torch.device) -> bool:
         return False
@@ -135,46 +139,50 @@ class BaseCommunicator:
         return self._all_to_all(collective, flat(output), flat(tensor), arriving, leaving)
 
     def abort(self, reason: str) -> None:
-        if self._is_forked:
-            return
-        name = rank_name(self.group, self.rank)
-        self._fail(CommunicatorLostError(f"{name} has given its communicator up: {reason}"))
-        self._tell_once(reason)
+        self._give_up(f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}", reason)
 
-    def lose(self, story: str) -> None:
-        """Other ranks are known to be gone from an outside source: raise CommunicatorLostError with ``story`` here.
+    def lose(self, message: str) -> None:
+        """Other ranks are known to be gone from an outside source: raise CommunicatorLostError with ``message`` here.
 
         Like :meth:`abort`, it never blocks, and may be called from any thread.
         """
-        if self._is_forked:
-            return
-        self._fail(CommunicatorLostError(story))
-        self._tell_once(story)
+        self._give_up(message, message)
 
-    # -- what a communicator writes -----------------------------------------------------------------------------------
+    def _give_up(self, message: str, reason: str) -> None:
+        if not self._is_forked:
+            self._fail(CommunicatorLostError(message))
+            self._tell_once(reason)
+
+    # -- what a communicator implements: these five, or one that passes all of them on -------------------------------
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        raise self._unwritten("all_reduce")
+        return self._delegate(collective, tensor, lambda communicator: communicator.all_reduce(tensor, op))
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        raise self._unwritten("broadcast")
+        return self._delegate(collective, tensor, lambda communicator: communicator.broadcast(tensor, source))
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        raise self._unwritten("all_gather")
+        return self._delegate(collective, tensor, lambda communicator: communicator.all_gather(output, tensor, shares))
 
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
     ) -> Handle:
-        raise self._unwritten("reduce_scatter")
+        return self._delegate(
+            collective, tensor, lambda communicator: communicator.reduce_scatter(output, tensor, op, shares)
+        )
 
     def _all_to_all(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
-        raise self._unwritten("all_to_all")
+        return self._delegate(
+            collective, tensor, lambda communicator: communicator.all_to_all(output, tensor, arriving, leaving)
+        )
 
-    def _unwritten(self, kind: str) -> ConfigurationError:
-        """A communicator that serves one purpose need not have all five; nothing was sent or counted by then."""
-        return ConfigurationError(
+    def _delegate(self, collective: Collective, tensor: torch.Tensor, start: Start) -> Handle:
+        """Have ``start`` run the collective on another communicator. By default there is none: a communicator that
+        serves one purpose need not implement all five. Nothing has been sent or counted by then."""
+        kind = collective.kind
+        raise ConfigurationError(
             f"{type(self).__name__} has no {kind}. Write _{kind} in it, or use another communicator"
         )
 
@@ -184,7 +192,7 @@ class BaseCommunicator:
         check_summed(kind, tensor, self.summed)
 
     def _tell_others(self, reason: str) -> None:
-        """Tell the other ranks that this one has given up, if the transport can."""
+        """Notify the other ranks that this one has given up, if the transport can."""
 
     def _make_queue(self) -> Background:
         return Background("gradsync stages")
@@ -197,16 +205,16 @@ class BaseCommunicator:
 
     def _queue_up(self, collective: Collective, run: Callable[[], None], *, lazy: bool = False) -> Collective:
         """Have ``run`` do the whole collective, after those that were started before it."""
-        if self.fate.failure is not None:
+        if self.state.failure is not None:
             self._refuse_after_failure()
         queue = self._background or self._queue
         collective.number = (queue.place() or self._order).next()
-        collective.place = self.fate.next_place()
+        collective.place = self.state.next_place()
         if self._logs:
             self._log_start(collective)
 
         def work() -> None:
-            if self.fate.failure is not None:
+            if self.state.failure is not None:
                 self._refuse_after_failure()
             try:
                 run()
@@ -223,11 +231,11 @@ class BaseCommunicator:
 
     def _issue(self, collective: Collective, start: Callable[[], Work], *, on_host: bool = True) -> Collective:
         """Have ``start`` set the collective going. A device's is ordered by streams, and never left to a thread."""
-        if self.fate.failure is not None:
+        if self.state.failure is not None:
             self._refuse_after_failure()
         place = self._order if self._background is None else self._place()
         collective.number = place.next()
-        collective.place = self.fate.next_place()
+        collective.place = self.state.next_place()
         if self._logs:
             self._log_start(collective)
         try:
@@ -248,21 +256,19 @@ class BaseCommunicator:
 
     def _issue_in_turn(self, queue: Background, start: Callable[[], Work], *, on_host: bool) -> Work:
         """After the stages that are still to be run."""
-        if on_host:
-            return Later(queue, self._unless_failed(start))
-        queue.start(lambda: None).wait()
-        return start()
+        if not on_host:
+            queue.start(lambda: None).wait()
+            return start()
 
-    def _refused(self, collective: Collective, error: BaseException) -> BaseException:
-        """What to raise for the error with which the start of ``collective`` ended."""
-        return error
-
-    def _unless_failed(self, start: Callable[[], Work]) -> Callable[[], Work]:
         def run() -> Work:
             self._refuse_after_failure()
             return start()
 
-        return run
+        return Later(queue, run)
+
+    def _refused(self, collective: Collective, error: BaseException) -> BaseException:
+        """What to raise for the error with which the start of ``collective`` ended."""
+        return error
 
     def _allocate_below(
         self, communicator: Communicator, numel: int, dtype: torch.dtype, device: torch.device
@@ -275,10 +281,10 @@ class BaseCommunicator:
 
     def _allocate_together(self, numel: int, dtype: torch.dtype, run: Callable[[], T]) -> T:
         """Have ``run`` do on this thread what all ranks do together to share memory. It has a place among the
-        collectives: whoever looks on sees that this rank waits, and who has not come."""
+        collectives: the watch sees that this rank waits, and which rank has not come."""
         self._refuse_after_failure()
         allocation, work = Allocation(self, numel, dtype), OnTheSpot(run)
-        allocation.place, allocation.work = self.fate.next_place(), work
+        allocation.place, allocation.work = self.state.next_place(), work
         allocation.wait()
         return work.result
 
@@ -321,37 +327,37 @@ class BaseCommunicator:
         failure, own = self.failure, isinstance(collective, StageHandle) and not isinstance(error, GivenUpError)
         if failure is not None and not own and isinstance(error, Exception):
             # It may be that of a communicator below this one, which sticks to this one, too.
-            attested = self._attested(failure)
-            self._fail(attested)
-            return again(self.fate.failure or attested)
-        explained = error if own else self._attested(self._in_words(collective, error))
-        if self.fate.failure is not None and not own and isinstance(error, Exception):
+            detailed = self._with_details(failure)
+            self._fail(detailed)
+            return again(self.state.failure or detailed)
+        explained = error if own else self._with_details(self._in_words(collective, error))
+        if self.state.failure is not None and not own and isinstance(error, Exception):
             # It was lost in another thread meanwhile, which knows the cause.
-            return again(self.fate.failure)
+            return again(self.state.failure)
         lost = explained
         if not isinstance(lost, GradsyncError):
-            story = f"rank {self.rank} failed in {collective.describe()}: {type(error).__name__}: {error}"
-            lost = CommunicatorLostError(story.rstrip(": "))
+            message = f"rank {self.rank} failed in {collective.describe()}: {type(error).__name__}: {error}"
+            lost = CommunicatorLostError(message.rstrip(": "))
         self._fail(lost)
         if self.tells_failures:
             self._tell_once(str(lost))
         return explained
 
-    def _attested(self, error: E) -> E:
-        """With what is known of the other ranks beside this communicator, if this is the first that is heard of it."""
-        witness = self.fate.witness
-        if witness is None or self.fate.failure is not None or not isinstance(error, CommunicatorLostError):
+    def _with_details(self, error: E) -> E:
+        """With what the watch knows of the other ranks, if this is the first failure."""
+        complete_message = self.state.complete_message
+        if complete_message is None or self.state.failure is not None or not isinstance(error, CommunicatorLostError):
             return error
-        attested = type(error)(witness(str(error)))
-        attested.__cause__ = error.__cause__
-        return attested
+        detailed = type(error)(complete_message(str(error)))
+        detailed.__cause__ = error.__cause__
+        return detailed
 
     def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
         """``error`` as a GradsyncError, where this communicator knows what it means."""
         return error
 
     def _fail(self, failure: GradsyncError) -> None:
-        self.fate.fail(failure)
+        self.state.fail(failure)
         if self._background is not None:
             self._background.give_up()
 
@@ -364,28 +370,28 @@ class BaseCommunicator:
             return
         self._is_forked = self._aborted = True
         parent = f"{rank_name(self.group, self.rank)} (process {os.getppid()})"
-        self.fate.failure = MisuseError(
+        self.state.failure = MisuseError(
             f"this process ({os.getpid()}) was forked from {parent}, and a communicator does not come along: its "
             "threads are the parent's, and so are its connections. Do without it in the child, such as a worker of a "
-            "DataLoader, or make a process group there anew"
+            "DataLoader, or make a new process group there"
         )
 
-    def leave(self, seconds: float) -> None:
+    def shutdown(self, seconds: float) -> None:
         """At process exit: stops this communicator's threads. See shutdown.py."""
         if self._is_forked or self._background is None:
             return
         if self._background.busy:
             self.abort("its process ends, and did not wait for what was under way")
-        self._background.leave(seconds)
+        self._background.close(seconds)
 
     def _tell_once(self, reason: str) -> None:
         if not self._aborted:
             self._aborted = True
-            with log_errors("telling the other ranks failed"):
+            with log_errors("notifying the other ranks failed"):
                 self._tell_others(reason)
 
     def _refuse_after_failure(self) -> None:
-        failure = self.fate.failure
+        failure = self.state.failure
         if failure is not None:
             raise again(failure)
 

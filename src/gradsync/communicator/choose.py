@@ -17,7 +17,7 @@ rank's. To override ``auto``, set the environment variable ``GRADSYNC_TRANSPORT`
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.shared_memory import SharedMemoryCommunicator
 from gradsync.communicator.topology import CommunicatorFactory, HostLayout, find_topology
 
-__all__ = ["WIRES", "Choice", "ambient_communicator", "choose_communicator", "fit_communicator", "scattering_over"]
+__all__ = ["TRANSPORTS", "Choice", "ambient_communicator", "choose_communicator", "fit_communicator", "scattering_over"]
 
 _MEMBERS = [name for name in vars(Communicator) if not name.startswith("_")]
 
@@ -85,7 +85,7 @@ def choose_communicator(group: Any = None) -> Communicator:
 LOGGER = logging.getLogger("gradsync")
 
 VARIABLE = "GRADSYNC_TRANSPORT"
-WIRES = ("auto", "group", "shared-memory", "peer-exchange", "hierarchical")
+TRANSPORTS = ("auto", "group", "shared-memory", "peer-exchange", "hierarchical")
 MEASURED_BYTES = 4 * 1024 * 1024
 WARM_UP = 1
 TRIES = 5
@@ -116,6 +116,7 @@ _WORDS: dict[type, str] = {
     SharedMemoryCommunicator: "shared memory",
 }
 
+SET_UP = "set it up"
 _MEASURED = f"{MEASURED_BYTES >> 20} MiB"
 
 # By the id of the group, with the group: communicators hold theirs, so a weak dictionary would never let go.
@@ -164,8 +165,8 @@ def _agreed_name(communicator: ProcessGroupCommunicator, device: torch.device) -
         settings = [(VARIABLE, name), ("the device of the gradients", device.type)]
         remedy = f"Set {VARIABLE} to the same value on all ranks, or on none, and put the model on the same device"
         require_agreement(communicator, "what their transport is chosen by", settings, remedy=remedy)
-    if name not in WIRES:
-        raise ConfigurationError(f"{VARIABLE} must be one of {', '.join(WIRES)}, got {name!r}")
+    if name not in TRANSPORTS:
+        raise ConfigurationError(f"{VARIABLE} must be one of {', '.join(TRANSPORTS)}, got {name!r}")
     return name
 
 
@@ -195,7 +196,7 @@ def _choose(communicator: ProcessGroupCommunicator, device: torch.device, name: 
 
 def _within_a_host(communicator: ProcessGroupCommunicator) -> Choice:
     try:
-        shared = _attempt(communicator, lambda: _share_memory(communicator.group))
+        shared = make_together(communicator, SET_UP, lambda: _share_memory(communicator.group))
     except ConfigurationError as error:
         LOGGER.warning("the ranks of this host cannot share memory (%s), so gradients travel over sockets", error)
         return Choice(communicator=communicator, reason=f"memory cannot be shared ({error})")
@@ -207,7 +208,8 @@ def _between_hosts(communicator: ProcessGroupCommunicator, topology: HostLayout)
 
     def attempt(inside: CommunicatorFactory) -> Communicator:
         over = HierarchicalCommunicator.over
-        return _attempt(communicator, lambda: over(communicator.group, inside, topology=topology))
+        # On all ranks or on none: those of one host know nothing of the others.
+        return make_together(communicator, SET_UP, lambda: over(communicator.group, inside, topology=topology))
 
     try:
         return Choice(communicator=attempt(_share_memory), reason=reason)
@@ -226,11 +228,6 @@ def _share_memory(group: dist.ProcessGroup) -> Communicator:
         if communicator.world_size == 1
         else SharedMemoryCommunicator(communicator, timeout=communicator.timeout)
     )
-
-
-def _attempt(communicator: Communicator, make: Callable[[], Communicator]) -> Communicator:
-    """What ``make`` makes, if it can on all ranks: those of one host know nothing of the others."""
-    return make_together(communicator, "set it up", make)
 
 
 def _faster(communicator: ProcessGroupCommunicator) -> Choice:

@@ -5,8 +5,6 @@ needs the interface :class:`Work`. When the work fails, the communicator explain
 """
 
 import contextlib
-import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,13 +15,12 @@ import torch
 from gradsync.base.errors import GradsyncError
 from gradsync.communicator.background import Background, GivenUpError, Numbering
 from gradsync.communicator.base import Handle, Stage
-from gradsync.communicator.outstanding import Outstanding
+from gradsync.communicator.transport_state import TransportState
 
 __all__ = [
     "DONE",
     "Allocation",
     "Collective",
-    "Fate",
     "Finishing",
     "Later",
     "OnTheSpot",
@@ -81,70 +78,11 @@ class Work(Protocol):
         """Call ``callback`` when it is, or now."""
 
 
-class Fate:
-    """The first failure of a transport, and what is in flight on it. Communicators over the same transport share one.
-
-    Other threads read it while collectives run, without ever waiting for a lock.
-    """
-
-    __slots__ = (
-        "_flag",
-        "_places",
-        "device_timeout",
-        "failure",
-        "lost_after",
-        "lost_rank",
-        "outstanding",
-        "started",
-        "waits",
-        "witness",
-    )
-
-    def __init__(self) -> None:
-        self.failure: GradsyncError | None = None
-        self._flag: torch.Tensor | None = None
-        # The message of a rank that was lost, and the last place that it may have taken part in.
-        self.lost_rank: str | None = None
-        self.lost_after = 0
-        # How many collectives were started, and those that somebody waits for, with the time since when.
-        self._places = itertools.count(1)
-        self.started = 0
-        self.waits: dict[Collective, float] = {}
-        # Those that a device is at, where somebody watches and the backend tells. Else None.
-        self.outstanding: Outstanding | None = None
-        self.device_timeout = math.inf
-        # May know more about the other ranks than the communicator does: it gets a failure message, and completes it.
-        self.witness: Callable[[str], str] | None = None
-
-    def next_place(self) -> int:
-        self.started = place = next(self._places)
-        return place
-
-    def fail(self, failure: GradsyncError) -> None:
-        """Keep the first failure."""
-        if self.failure is None:
-            self.failure = failure
-        if self._flag is not None:
-            self._flag.fill_(1.0)
-
-    @property
-    def flag(self) -> torch.Tensor:
-        """A number in host memory that devices can read: 1.0 once there is a failure, and before anything is aborted.
-
-        So a copy to the device that is queued behind a collective tells whether the collective was aborted.
-        """
-        if self._flag is None:
-            self._flag = torch.zeros((), pin_memory=torch.cuda.is_available())
-            if self.failure is not None:
-                self._flag.fill_(1.0)
-        return self._flag
-
-
 class Owner(Protocol):
     """The communicator, as its handles see it."""
 
     @property
-    def fate(self) -> Fate: ...
+    def state(self) -> TransportState: ...
 
     def explain(self, collective: "Collective", error: BaseException) -> BaseException:
         """The exception to raise for ``error``, which is the communicator's failure from then on."""
@@ -219,12 +157,12 @@ class Collective:
 
     def wait(self) -> None:
         # In this order: a stage that breaks the communicator notes its own error first.
-        failure = self.communicator.fate.failure
+        failure = self.communicator.state.failure
         if self._error is None and failure is not None and not self.work.done():
             self._error = again(failure)
         if self._error is not None:
             raise self._error
-        waits, since, here = self.communicator.fate.waits, time.monotonic(), _waits_here
+        waits, since, here = self.communicator.state.waits, time.monotonic(), _waits_here
         # A collective may be made of others: what is waited for inside is waited for here.
         is_outermost = not here.is_waiting
         try:
@@ -248,7 +186,7 @@ class Collective:
     def done(self) -> bool:
         # Whatever cannot be asked raises when it is waited for.
         with contextlib.suppress(Exception):
-            return self._error is not None or self.work.done() or self.communicator.fate.failure is not None
+            return self._error is not None or self.work.done() or self.communicator.state.failure is not None
         return True
 
     def when_done(self, callback: Callable[[], None]) -> None:

@@ -29,7 +29,7 @@ from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import divide
-from gradsync.communicator.root_cause import Circle, find_root_cause
+from gradsync.communicator.root_cause import FailureDomain, find_root_cause
 from gradsync.communicator.topology import CommunicatorFactory, HostLayout, find_topology, make_subgroups
 
 __all__ = ["HierarchicalCommunicator", "Way"]
@@ -66,7 +66,7 @@ class HierarchicalCommunicator(BaseCommunicator):
         self.inside, self.between, self.topology = inside, between, topology
         self.leaders = _leaders(topology, leaders)
         self._host, self._local = topology.places[rank]
-        self._circle: Circle | None = None
+        self._failure_domain: FailureDomain | None = None
         self._check_places()
 
     @classmethod
@@ -86,12 +86,12 @@ class HierarchicalCommunicator(BaseCommunicator):
                 f"the topology has {topology.world_size} ranks, the group has {dist.get_world_size(group)}"
             )
         count = _leaders(topology, leaders)
-        circle = Circle(group)
-        here = make_subgroups(circle, topology.hosts)
+        domain = FailureDomain(group)
+        here = make_subgroups(domain, topology.hosts)
         assert here is not None
         across = None
         if len(topology.hosts) > 1:
-            across = make_subgroups(circle, [[host[number] for host in topology.hosts] for number in range(count)])
+            across = make_subgroups(domain, [[host[number] for host in topology.hosts] for number in range(count)])
         made = cls(
             inside(here),
             between(across) if across is not None else None,
@@ -99,7 +99,7 @@ class HierarchicalCommunicator(BaseCommunicator):
             rank=dist.get_rank(group),
             leaders=count,
         )
-        made.group, made._circle = group, circle
+        made.group, made._failure_domain = group, domain
         return made
 
     def __repr__(self) -> str:
@@ -113,7 +113,7 @@ class HierarchicalCommunicator(BaseCommunicator):
     @property
     def failure(self) -> GradsyncError | None:
         between = None if self.between is None else self.between.failure
-        return self.fate.failure or self.inside.failure or between
+        return self.state.failure or self.inside.failure or between
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._allocate_below(self.inside, numel, dtype, device)
@@ -123,11 +123,11 @@ class HierarchicalCommunicator(BaseCommunicator):
 
     def _fail(self, failure: GradsyncError) -> None:
         super()._fail(failure)
-        # Whoever shares memory with this rank waits in a step that it will not come to, and so do the other leaders.
+        # Ranks that share memory with this one wait in a step that it will not come to, and so do the other leaders.
         self._tell_once(str(failure))
 
     def _tell_others(self, reason: str) -> None:
-        if self._circle is not None:
+        if self._failure_domain is not None:
             find_root_cause(self.inside.group, reason)
         for each in (self.inside, self.between):
             if each is not None:
@@ -159,8 +159,7 @@ class HierarchicalCommunicator(BaseCommunicator):
             return self.inside.all_gather(output, tensor, shares)
         if shares is not None:
             return self._start(collective, output, lambda flat: self._gather_uneven(flat, tensor, shares))
-        gather = self._gather_in_lanes if self._everybody_leads else self._gather_by_one
-        return self._start(collective, output, lambda flat: gather(flat, tensor))
+        return self._start(collective, output, lambda flat: self._gather(flat, tensor))
 
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
@@ -210,6 +209,9 @@ class HierarchicalCommunicator(BaseCommunicator):
                 for handle in self._start_spread(piece):
                     handle.wait()
 
+    def _gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        (self._gather_in_lanes if self._everybody_leads else self._gather_by_one)(output, tensor)
+
     def _gather_in_lanes(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Leaders gather from those of their number, then the ranks of a host from each other."""
         assert self.between is not None
@@ -239,7 +241,7 @@ class HierarchicalCommunicator(BaseCommunicator):
         filled = tensor.new_zeros(most)
         filled[: tensor.numel()] = tensor
         everything = tensor.new_empty(self.world_size * most)
-        (self._gather_in_lanes if self._everybody_leads else self._gather_by_one)(everything, filled)
+        self._gather(everything, filled)
         for share, row in zip(output.split(shares), self._rows(everything), strict=True):
             share.copy_(row[: share.numel()])
 
@@ -261,7 +263,7 @@ class HierarchicalCommunicator(BaseCommunicator):
         """Everybody gets everything, and takes what is its own: simple, and as many bytes as a gather of it all."""
         counts = torch.tensor(leaving, device=tensor.device)
         everybodys = counts.new_empty(self.world_size**2)
-        (self._gather_in_lanes if self._everybody_leads else self._gather_by_one)(everybodys, counts)
+        self._gather(everybodys, counts)
         sent: list[list[int]] = self._rows(everybodys).tolist()
         for sender, receiver in enumerate(row[self.rank] for row in sent):
             if receiver != arriving[sender]:

@@ -111,10 +111,10 @@ class InProcessWorld:
 
     def fail(self, rank: int, cause: BaseException) -> None:
         """Make everyone who waits, now or later, learn that ``rank`` is gone."""
-        self.tell(CommunicatorLostError(f"rank {rank} failed: {type(cause).__name__}: {cause}"))
+        self.lose(CommunicatorLostError(f"rank {rank} failed: {type(cause).__name__}: {cause}"))
 
-    def tell(self, failure: CommunicatorLostError) -> None:
-        """Have everybody who waits, now or later, raise ``failure``. The first one counts."""
+    def lose(self, failure: CommunicatorLostError) -> None:
+        """Have every rank that waits, now or later, raise ``failure``. The first one counts."""
         with self._changed:
             if self.failure is None:
                 self.failure = failure
@@ -169,7 +169,7 @@ class InProcessWorld:
             with torch.no_grad():
                 results = combine([current.inputs[rank] for rank in ranks])
                 for rank in ranks:
-                    # A wire writes memory, and that does not show in the version of a tensor.
+                    # Communicators write memory, and that does not show in the version of a tensor.
                     current.outputs[rank].data.copy_(results[rank].view_as(current.outputs[rank]))
         except Exception as error:
             # It is everybody's: the rank that came last only happens to be the one that computes.
@@ -221,7 +221,7 @@ class InProcessCommunicator(BaseCommunicator):
 
     @property
     def failure(self) -> GradsyncError | None:
-        return self.fate.failure or self.world.failure
+        return self.state.failure or self.world.failure
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
         if self.world_size == 1:
@@ -251,7 +251,7 @@ class InProcessCommunicator(BaseCommunicator):
         return self._issue(collective, lambda: self.world.join(collective, self.rank, output, brought, combine))
 
     def _tell_others(self, reason: str) -> None:
-        self.world.tell(CommunicatorLostError(f"rank {self.rank} has given its communicator up: {reason}"))
+        self.world.lose(CommunicatorLostError(f"rank {self.rank} has given its communicator up: {reason}"))
 
 
 def _combined(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:

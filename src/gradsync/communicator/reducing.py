@@ -3,7 +3,7 @@
 Values are combined in rank order, rounding each time, so all communicators give the same bits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,8 +16,6 @@ __all__ = [
     "combine_in_order",
     "cut_share",
     "divide",
-    "flatten",
-    "in_pieces",
     "offsets_of",
     "put_back",
 ]
@@ -72,16 +70,7 @@ def cut_share(everybodys: list[torch.Tensor], rank: int) -> Blocks:
     return [tuple(tensor[start : min(start + step, end)] for tensor in everybodys) for start in range(first, end, step)]
 
 
-def flatten(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1)
-
-
 def put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     """Where ``flat`` is a copy and not a view, ``tensor`` gets what it holds."""
     if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.shape))
-
-
-def in_pieces(tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
-    """At least one, so that all ranks meet also for nothing."""
-    return iter(tensor.split(max(nbytes // tensor.itemsize, 1)) if tensor.numel() else [tensor])

@@ -7,7 +7,7 @@ the connection itself. Each end proves that it knows the secret, with a code ove
     rank       its number, nonce b, code(a, 2)     and answers with its own, and a code over both
     listener   code(b, "listener")                 now they are connected
 
-[Note: strangers] During the rendezvous any process can connect: the name of a Unix socket is public. A rank proves
+[Note: authentication] During the rendezvous any process can connect: the name of a Unix socket is public. A rank proves
 itself with three things: on a Unix socket the user it runs as, which the kernel vouches for; the secret; and a rank
 number that is still missing. A peer that lacks any of them is dropped at once, and so is one that says nothing for too
 long. A thread answers each connection as soon as it arrives: what waits in the kernel's queue keeps others out of it,
@@ -39,8 +39,8 @@ ANSWER = struct.Struct(f"<q{NONCE_BYTES}s{CODE_BYTES}s")
 LISTENER = "listener"
 _CREDENTIALS = struct.Struct("=iII")
 # A peer that has not authenticated by then is dropped, as is the oldest of too many.
-STRANGER_SECONDS = 2.0
-MOST_STRANGERS = 64
+AUTHENTICATION_SECONDS = 2.0
+MOST_PENDING = 64
 LOOK_MILLISECONDS = 20
 # How long a rank tries to get in.
 JOIN_SECONDS = 5.0
@@ -63,11 +63,6 @@ class Credentials(NamedTuple):
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         process, user, _ = _CREDENTIALS.unpack(credentials)
         return cls(process, user)
-
-    @property
-    def is_unauthenticated(self) -> bool:
-        """Whether another user runs it than this one."""
-        return self.user != os.geteuid()
 
 
 class Invitation(NamedTuple):
@@ -92,25 +87,25 @@ class Invitation(NamedTuple):
         return [(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, port)) for host, port in self.addresses]
 
 
-class _Stranger:
+class _PendingPeer:
     """A connection that has not been authenticated."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.until = time.monotonic() + STRANGER_SECONDS
+        self.until = time.monotonic() + AUTHENTICATION_SECONDS
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        self._heard = b""
+        self._received = b""
         connection.send(self.nonce)
 
     def answer(self) -> tuple[int, bytes, bytes] | None:
         """Number, nonce and code, once they have come. OSError if it hangs up."""
         with contextlib.suppress(BlockingIOError):
-            data = self.connection.recv(ANSWER.size - len(self._heard))
+            data = self.connection.recv(ANSWER.size - len(self._received))
             if not data:
                 raise ConnectionError
-            self._heard += data
-        return ANSWER.unpack(self._heard) if len(self._heard) == ANSWER.size else None
+            self._received += data
+        return ANSWER.unpack(self._received) if len(self._received) == ANSWER.size else None
 
 
 class Rendezvous:
@@ -124,7 +119,7 @@ class Rendezvous:
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._name = b"\0gradsync-" + secrets.token_hex(NAME_BYTES).encode()
         self._listeners: dict[int, socket.socket] = {}
-        self._strangers: dict[int, _Stranger] = {}
+        self._pending: dict[int, _PendingPeer] = {}
         self._joined: dict[int, socket.socket] = {}
         self._poller = select.poll()
         self._is_closed = False
@@ -135,7 +130,8 @@ class Rendezvous:
                 if others_elsewhere:
                     self._listen_at_addresses()
                 self._thread.start()
-            self.invitation = self._invite()
+            addresses = [each.getsockname()[:2] for each in self._listeners.values() if each.family != socket.AF_UNIX]
+            self.invitation = Invitation(self._secret, self._name, tuple(addresses))
         except BaseException:
             self.close()
             raise
@@ -156,10 +152,6 @@ class Rendezvous:
         self._close_all()
         for connection in self._joined.values():
             connection.close()
-
-    def _invite(self) -> Invitation:
-        addresses = [each.getsockname()[:2] for each in self._listeners.values() if each.family != socket.AF_UNIX]
-        return Invitation(self._secret, self._name, tuple(addresses))
 
     def _listen(self, family: int, address: Any) -> None:
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -190,64 +182,64 @@ class Rendezvous:
             while self.missing and not self._is_closed:
                 for descriptor, _ in self._poller.poll(LOOK_MILLISECONDS):
                     if descriptor in self._listeners:
-                        self._welcome(self._listeners[descriptor])
-                    elif descriptor in self._strangers:
-                        self._hear(self._strangers[descriptor])
-                self._drop_the_late()
+                        self._accept(self._listeners[descriptor])
+                    elif descriptor in self._pending:
+                        self._authenticate(self._pending[descriptor])
+                self._drop_overdue()
         finally:
             self._close_all()
 
-    def _welcome(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
         except OSError:  # it has gone again, or there is no descriptor left
             return
         try:
-            if listener.family == socket.AF_UNIX and Credentials.of(connection).is_unauthenticated:
+            if listener.family == socket.AF_UNIX and Credentials.of(connection).user != os.geteuid():
                 raise PermissionError
             _send_at_once(connection)
-            stranger = _Stranger(connection)
+            peer = _PendingPeer(connection)
         except OSError:
             connection.close()
             return
-        self._strangers[connection.fileno()] = stranger
+        self._pending[connection.fileno()] = peer
         self._poller.register(connection, select.POLLIN)
 
-    def _hear(self, stranger: _Stranger) -> None:
+    def _authenticate(self, peer: _PendingPeer) -> None:
         try:
-            answer = stranger.answer()
+            answer = peer.answer()
             if answer is None:
                 return
             rank, nonce, proof = answer
-            if rank not in self.missing or not hmac.compare_digest(proof, code(self._secret, stranger.nonce, rank)):
+            if rank not in self.missing or not hmac.compare_digest(proof, code(self._secret, peer.nonce, rank)):
                 raise PermissionError
-            stranger.connection.send(code(self._secret, nonce, LISTENER))
+            peer.connection.send(code(self._secret, nonce, LISTENER))
         except OSError:
-            self._drop(stranger)
+            self._drop(peer)
             return
-        self._poller.unregister(stranger.connection)
-        del self._strangers[stranger.connection.fileno()]
-        self._joined[rank] = stranger.connection
+        self._poller.unregister(peer.connection)
+        del self._pending[peer.connection.fileno()]
+        self._joined[rank] = peer.connection
         self.missing.remove(rank)
 
-    def _drop_the_late(self) -> None:
+    def _drop_overdue(self) -> None:
         now = time.monotonic()
-        for count, stranger in zip(range(len(self._strangers), 0, -1), list(self._strangers.values()), strict=True):
-            if stranger.until > now and count <= MOST_STRANGERS:
+        for count, peer in zip(range(len(self._pending), 0, -1), list(self._pending.values()), strict=True):
+            if peer.until > now and count <= MOST_PENDING:
                 return
-            self._drop(stranger)
+            self._drop(peer)
 
-    def _drop(self, stranger: _Stranger) -> None:
-        self._poller.unregister(stranger.connection)
-        del self._strangers[stranger.connection.fileno()]
-        stranger.connection.close()
+    def _drop(self, peer: _PendingPeer) -> None:
+        self._poller.unregister(peer.connection)
+        del self._pending[peer.connection.fileno()]
+        peer.connection.close()
 
     def _close_all(self) -> None:
-        for stranger in self._strangers.values():
-            stranger.connection.close()
+        for peer in self._pending.values():
+            peer.connection.close()
         for listener in self._listeners.values():
             listener.close()
-        self._strangers, self._listeners = {}, {}
+        self._pending, self._listeners = {}, {}
 
 
 def code(secret: bytes, nonce: bytes, name: object) -> bytes:
@@ -264,7 +256,7 @@ def enter(invitation: Invitation, rank: int, who: str, *, is_here: bool) -> sock
             connection = socket.socket(family, socket.SOCK_STREAM)
             try:
                 connection.settimeout(JOIN_SECONDS / 2)
-                # A full queue is an error at once. Strangers may fill it for a moment, until they are dropped.
+                # A full queue is an error at once. Others may fill it for a moment, until they are dropped.
                 connection.connect(address)
                 _send_at_once(connection)
                 if family == socket.AF_UNIX and (user := Credentials.of(connection).user) != os.geteuid():
@@ -293,7 +285,7 @@ def _prove(connection: socket.socket, secret: bytes, rank: int, who: str) -> Non
 
 
 def _receive(connection: socket.socket, size: int, who: str) -> bytes:
-    """So many bytes and no more: what comes behind them is not the handshake's."""
+    """That many bytes and no more: what follows is not part of the handshake."""
     received = b""
     while len(received) < size:
         data = connection.recv(size - len(received))
@@ -304,7 +296,7 @@ def _receive(connection: socket.socket, size: int, who: str) -> bytes:
 
 
 def _send_at_once(connection: socket.socket) -> None:
-    """News of a rank must not wait for more to say."""
+    """Short messages must not wait to be sent with others."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

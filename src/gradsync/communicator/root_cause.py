@@ -13,61 +13,61 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["BEFORE", "Circle", "begin_anew", "find_root_cause"]
+__all__ = ["BEFORE", "FailureDomain", "clear_root_cause", "find_root_cause"]
 
 # What a failure may take longer for that. A store answers in less than a thousandth of it, if it does.
 PATIENCE_SECONDS = 0.5
 KEY = "gradsync/failed"
-# Between what a rank says itself and what the first to fail has said.
+# Between a rank's own message and that of the first rank to fail.
 BEFORE = ". Before that, "
 
 
-class Circle:
+class FailureDomain:
     """The groups of one communicator, which was created over ``group``: if one of them fails, all do."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
         # Made on all ranks alike, so that it has the same number everywhere.
         _made[group] = self.number = _made.get(group, 0) + 1
-        _take_away(group, self.key)
+        _delete(group, self.key)
 
     @property
     def key(self) -> str:
         return f"{KEY}/{self.number}"
 
-    def take_in(self, group: Any) -> None:
-        _circles[group] = self
+    def add(self, group: Any) -> None:
+        _failure_domains[group] = self
 
 
 _made: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
-_circles: "weakref.WeakKeyDictionary[Any, Circle]" = weakref.WeakKeyDictionary()
+_failure_domains: "weakref.WeakKeyDictionary[Any, FailureDomain]" = weakref.WeakKeyDictionary()
 # Groups whose store has not answered: with one whose rank is stopped, each question would cost the whole patience.
 _unanswered: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
-def find_root_cause(group: Any, story: str) -> str:
-    """The message ``story``, followed by that of the first rank of ``group`` that failed, unless this is the first."""
-    circle = _circles.get(group)
-    root, key = (group, KEY) if circle is None else (circle.group, circle.key)
+def find_root_cause(group: Any, message: str) -> str:
+    """The ``message``, followed by that of the first rank of ``group`` that failed, unless this is the first."""
+    domain = _failure_domains.get(group)
+    root, key = (group, KEY) if domain is None else (domain.group, domain.key)
 
     def ask() -> bytes:
-        told: bytes = _store_of(root).compare_set(key, "", story)
-        return told
+        answer: bytes = _store_of(root).compare_set(key, "", message)
+        return answer
 
     answer = None if root in _unanswered else _within(PATIENCE_SECONDS, ask)
     if answer is None:
         _unanswered.add(root)
     first = (answer or b"").decode(errors="replace")
-    return story if first in ("", story) or first in story else f"{story}{BEFORE}{first}"
+    return message if first in ("", message) or first in message else f"{message}{BEFORE}{first}"
 
 
-def begin_anew(group: Any) -> None:
+def clear_root_cause(group: Any) -> None:
     """The first communicator over ``group`` is created: delete messages of earlier groups."""
-    if group not in _circles:
-        _take_away(group, KEY)
+    if group not in _failure_domains:
+        _delete(group, KEY)
 
 
-def _take_away(group: Any, key: str) -> None:
+def _delete(group: Any, key: str) -> None:
     """By one rank, before any can have failed: without it nobody gets as far as that."""
 
     def ask() -> bytes:
@@ -93,7 +93,7 @@ def _within(seconds: float, ask: Callable[[], bytes]) -> bytes | None:
             return
 
     try:
-        thread = threading.Thread(target=run, name="gradsync first cause", daemon=True)
+        thread = threading.Thread(target=run, name="gradsync root cause", daemon=True)
         thread.start()
         thread.join(seconds)
     except RuntimeError:  # no thread left, or the interpreter ends

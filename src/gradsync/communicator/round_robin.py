@@ -4,19 +4,19 @@ A process group runs its collectives one after another, with a thread or a strea
 saturate the link, several do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
-from gradsync.communicator.base import Communicator, Handle, ReduceOp
-from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
+from gradsync.communicator.base import Communicator, Handle
+from gradsync.communicator.base_communicator import BaseCommunicator, Start
 from gradsync.communicator.collective import Collective, again
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.process_group import ProcessGroupCommunicator
-from gradsync.communicator.root_cause import Circle
+from gradsync.communicator.root_cause import FailureDomain
 from gradsync.communicator.topology import CommunicatorFactory, make_subgroups
 
 __all__ = ["RoundRobinCommunicator"]
@@ -51,8 +51,8 @@ class RoundRobinCommunicator(BaseCommunicator):
         if count < 1:
             raise ConfigurationError(f"count must be at least 1, got {count}")
         everybody = range(dist.get_world_size(group))
-        circle = Circle(group)
-        groups = [make_subgroups(circle, [everybody]) for _ in range(count)]
+        domain = FailureDomain(group)
+        groups = [make_subgroups(domain, [everybody]) for _ in range(count)]
         return cls([communicator(made) for made in groups if made is not None])
 
     def __repr__(self) -> str:
@@ -64,12 +64,12 @@ class RoundRobinCommunicator(BaseCommunicator):
 
     @property
     def failure(self) -> GradsyncError | None:
-        return self.fate.failure or next((each.failure for each in self.communicators if each.failure), None)
+        return self.state.failure or next((each.failure for each in self.communicators if each.failure), None)
 
     @property
     def failure_flags(self) -> list[torch.Tensor]:
         below = [flag for each in self.communicators for flag in getattr(each, "failure_flags", ())]
-        return [self.fate.flag, *below]
+        return [self.state.flag, *below]
 
     def averages(self, device: torch.device) -> bool:
         return all(each.averages(device) for each in self.communicators)
@@ -77,30 +77,7 @@ class RoundRobinCommunicator(BaseCommunicator):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._allocate_below(self.communicators[0], numel, dtype, device)
 
-    def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        return self._give(collective, tensor, lambda communicator: communicator.all_reduce(tensor, op))
-
-    def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        return self._give(collective, tensor, lambda communicator: communicator.broadcast(tensor, source))
-
-    def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        return self._give(collective, tensor, lambda communicator: communicator.all_gather(output, tensor, shares))
-
-    def _reduce_scatter(
-        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
-    ) -> Handle:
-        return self._give(
-            collective, tensor, lambda communicator: communicator.reduce_scatter(output, tensor, op, shares)
-        )
-
-    def _all_to_all(
-        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
-    ) -> Handle:
-        return self._give(
-            collective, tensor, lambda communicator: communicator.all_to_all(output, tensor, arriving, leaving)
-        )
-
-    def _give(self, collective: Collective, tensor: torch.Tensor, start: Callable[[Communicator], Handle]) -> Handle:
+    def _delegate(self, collective: Collective, tensor: torch.Tensor, start: Start) -> Handle:
         """To the communicator whose turn it is when the collective is issued, after the stages before it."""
 
         def work() -> Handle:
@@ -119,7 +96,7 @@ class RoundRobinCommunicator(BaseCommunicator):
             return super().explain(collective, error)
         # The communicator that had the turn knows whether it is out of step.
         if self.failure is not None:
-            error = self._attested(error)
+            error = self._with_details(error)
             self._fail(error)
             self._tell_once(str(error))
         return error

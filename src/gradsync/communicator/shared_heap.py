@@ -80,15 +80,15 @@ class HostPeers:
         """In steps: ranks agree on the outcome of one before they begin the next.
 
         So a rank that cannot continue, because it has no descriptor left or a different namespace, leaves nobody
-        waiting. See [Note: strangers] in rendezvous.py.
+        waiting. See [Note: authentication] in rendezvous.py.
         """
         later = set(range(self.rank + 1, self.world_size))
         with contextlib.ExitStack() as opened:
             rendezvous = make_together(
                 communicator, "make a Unix socket", lambda: opened.enter_context(contextlib.closing(Rendezvous(later)))
             )
-            told = [Invitation.read(each) for each in gather_bytes(communicator, rendezvous.invitation.pack())]
-            make_together(communicator, _REACH, lambda: self._connect(told[: self.rank]))
+            invitations = [Invitation.read(each) for each in gather_bytes(communicator, rendezvous.invitation.pack())]
+            make_together(communicator, _REACH, lambda: self._connect(invitations[: self.rank]))
             make_together(communicator, _REACH, lambda: self._sockets.update(rendezvous.take()))
         self.process_ids = {peer: Credentials.of(each).process for peer, each in self._sockets.items()}
 
@@ -101,7 +101,7 @@ class HostPeers:
         """Send ``descriptor`` to every peer, and return theirs, by rank. Collective.
 
         None if some rank came with None. OSError if this one has no room for theirs, which the others learn when all
-        :meth:`agree`. Whoever calls closes what it gets.
+        :meth:`agree`. The caller must close them.
         """
         for peer, connection in self._sockets.items():
             with self._naming(peer):

@@ -33,8 +33,6 @@ from gradsync.communicator.reducing import (
     Blocks,
     combine_in_order,
     cut_share,
-    flatten,
-    in_pieces,
     offsets_of,
     put_back,
 )
@@ -55,7 +53,7 @@ STAGE_BYTES = 512 * 1024
 # Below this every rank adds up everything itself, which is less work than synchronizing a second time.
 SMALL_BYTES = 32 * 1024
 # Below this a collective takes less time than to wake the thread for it: it runs with the next one, or at the end.
-LEISURE_BYTES = 256 * 1024
+LAZY_BYTES = 256 * 1024
 # Sizes of messages for which the tensors over the stages are kept. There are few, unless sizes are data.
 MOST_KNOWN = 64
 TIMEOUT_SECONDS = 1800.0
@@ -124,7 +122,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
 
     @property
     def failure(self) -> GradsyncError | None:
-        return self.fate.failure or self.over.failure
+        return self.state.failure or self.over.failure
 
     def averages(self, device: torch.device) -> bool:
         return False if device.type == "cpu" else self.over.averages(device)
@@ -194,7 +192,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         return self._start(collective, tensor, lambda: self._exchange(call, output, tensor, arriving, leaving))
 
     def _start(self, collective: Collective, tensor: torch.Tensor, run: Callable[[], None]) -> Handle:
-        return self._queue_up(collective, run, lazy=tensor.nbytes <= LEISURE_BYTES)
+        return self._queue_up(collective, run, lazy=tensor.nbytes <= LAZY_BYTES)
 
     def _offsets(self, whole: torch.Tensor, shares: Shares) -> list[int]:
         """Where the shares of ``whole`` begin and end."""
@@ -206,7 +204,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
     # -- how each is done -----------------------------------------------------------------------------------------
 
     def _reduce_small(self, call: Call, tensor: torch.Tensor, op: ReduceOp) -> None:
-        flat = flatten(tensor)
+        flat = tensor.reshape(-1)
         stages = self._stages_now(flat)
         stages[self.rank].copy_(flat)
         self._meet_first(call)
@@ -219,17 +217,17 @@ class SharedMemoryCommunicator(BaseCommunicator):
         headers = self._meet_first(call, place)
         if place is not None and all_somewhere(headers):
             self._reduce_share(self._blocks(tensor, place, headers), op)
-            self._meet_again(call)
+            self._signals.meet(call.describe)
             self._number += 1
             return
         self._number += 1
-        flat = flatten(tensor)
+        flat = tensor.reshape(-1)
         for piece in flat.split(STAGE_BYTES // flat.itemsize):
             stages = self._stages_now(piece)
             stages[self.rank].copy_(piece)
-            self._meet_again(call)
+            self._signals.meet(call.describe)
             self._reduce_share(cut_share(stages, self.rank), op)
-            self._meet_again(call)
+            self._signals.meet(call.describe)
             piece.copy_(stages[self.rank])
             self._number += 1
         put_back(tensor, flat)
@@ -241,8 +239,9 @@ class SharedMemoryCommunicator(BaseCommunicator):
                 other.copy_(first)
 
     def _give(self, call: Call, tensor: torch.Tensor, source: int) -> None:
-        flat = flatten(tensor)
-        for piece in in_pieces(flat, STAGE_BYTES):
+        flat = tensor.reshape(-1)
+        # At least one, so that all ranks meet also for nothing.
+        for piece in flat.split(STAGE_BYTES // flat.itemsize) if flat.numel() else [flat]:
             stages = self._stages_now(piece)
             if self.rank == source:
                 stages[source].copy_(piece)
@@ -257,7 +256,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         if everybodys is not None:
             for theirs in everybodys:
                 theirs[offsets[self.rank] : offsets[self.rank + 1]].copy_(tensor)
-            self._meet_again(call)
+            self._signals.meet(call.describe)
             self._number += 1
             return
         rows = [output[start:end] for start, end in itertools.pairwise(offsets)]
@@ -280,7 +279,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         everybodys = self._direct(call, tensor) if tensor.nbytes > SMALL_BYTES else None
         if everybodys is not None:
             self._reduce_rows([theirs[mine] for theirs in everybodys], output, op)
-            self._meet_again(call)
+            self._signals.meet(call.describe)
             self._number += 1
             return
         # Of every share as much at a time as fits into a stage together.
@@ -369,9 +368,6 @@ class SharedMemoryCommunicator(BaseCommunicator):
             self._number += 1
             raise collectives_differ([describe_header(header) for header in headers])
         return headers
-
-    def _meet_again(self, call: Call) -> None:
-        self._signals.meet(call.describe)
 
     def _stages_now(self, like: torch.Tensor, numel: int | None = None) -> list[torch.Tensor]:
         """Everybody's stage of this collective, as a flat tensor with as many numbers as ``like``, or ``numel``."""

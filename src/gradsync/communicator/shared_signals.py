@@ -173,26 +173,22 @@ class Signals:
 
     def _note_end(self, peer: int) -> None:
         self._ended.add(peer)
-        # Whoever sleeps must look again: it may wait for one that waits for the one that ended.
+        # Sleeping threads must look again: they may wait for one that waits for the one that ended.
         for _, semaphore in self._mine:
             semaphore.post()
 
     def give_up(self, reason: str) -> None:
-        """Leave ``reason`` to those who will notice; what was heard before, if this rank only passes that on.
+        """Leave ``reason`` to the ranks that will notice, or the reason that another rank left before.
 
-        Whoever waits on this rank need not any more. That is told here and now: the thread that watches may see a
+        Threads that wait on this rank are released here and now: the thread that watches may see a
         socket that was closed on this side, but if it comes too late for that, the number is another file's by then.
         """
         mine = self._reasons[self._peers.rank]
         if not mine.value:
-            heard = next((each.value for each in self._reasons if each.value), b"")
-            mine.value = heard or reason.encode()[: REASON_BYTES - 1]
+            first = next((each.value for each in self._reasons if each.value), b"")
+            mine.value = first or reason.encode()[: REASON_BYTES - 1]
         for peer in self._others:
             self._note_end(peer)
-
-    def _ended_because(self, peer: int, describe: Callable[[], str]) -> CommunicatorLostError:
-        reason = self._reasons[peer].value.decode(errors="ignore")
-        return self._peers.failed(peer, f"in {describe()}", reason)
 
     # -- headers: what each rank thinks the collective is -----------------------------------------------------------
 
@@ -225,7 +221,8 @@ class Signals:
             if self._ended:
                 missing = [other for other in sorted(self._ended) if self._posts[other].value < self._awaited]
                 if missing:
-                    raise self._ended_because(missing[0], describe)
+                    reason = self._reasons[missing[0]].value.decode(errors="ignore")
+                    raise self._peers.failed(missing[0], f"in {describe()}", reason)
                 if self._posts[peer].value >= self._awaited:
                     return
             left = deadline - time.monotonic()

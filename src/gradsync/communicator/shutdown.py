@@ -22,15 +22,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from gradsync.communicator.logs import log_errors
 
-__all__ = ["UnderWay", "await_at_end", "keep_for_good", "keep_track", "leave_all", "never_let_go"]
+__all__ = ["UnderWay", "join_at_exit", "keep_forever", "keep_past_exit", "register", "shut_down_all"]
 
-# For all threads of all wires together, and for those of Gloo.
+# For all threads of all communicators together, and for those of Gloo.
 PATIENCE_SECONDS = 2.0
 # For aborts, each of which waits for the device to end its kernels.
 ABORT_SECONDS = 5.0
@@ -41,23 +41,14 @@ GLOO_THREAD = "pt_gloo_runloop"
 MOST_KEPT = 64
 
 
-class Leaver(Protocol):
-    """The part of a communicator that shutdown uses."""
-
-    def after_fork(self) -> None:
-        """Called in a forked child."""
-
-    def leave(self, seconds: float) -> None:
-        """Called at exit: stop all threads, within ``seconds``."""
-
-
 # In the order in which they were made.
-_wires: "weakref.WeakKeyDictionary[Leaver, None]" = weakref.WeakKeyDictionary()
+_communicators: "weakref.WeakKeyDictionary[Any, None]" = weakref.WeakKeyDictionary()
 
 
-def keep_track(communicator: Leaver) -> None:
-    """Notify ``communicator`` when this process forks, and when it exits."""
-    _wires[communicator] = None
+def register(communicator: Any) -> None:
+    """Call ``communicator.after_fork()`` in forked children, and ``communicator.shutdown(seconds)``, which stops its
+    threads within that time, at exit."""
+    _communicators[communicator] = None
 
 
 class UnderWay:
@@ -91,13 +82,13 @@ class UnderWay:
 _under_way: list[UnderWay] = []
 
 
-def keep_for_good(under_way: UnderWay) -> UnderWay:
+def keep_past_exit(under_way: UnderWay) -> UnderWay:
     """Keep its remaining tensors alive past the end of the process."""
     _under_way.append(under_way)
     return under_way
 
 
-def never_let_go(thing: object) -> None:
+def keep_forever(thing: object) -> None:
     """Keep an object alive past the end of the interpreter, which then does not run its destructor."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
@@ -105,26 +96,26 @@ def never_let_go(thing: object) -> None:
 _awaited: list[threading.Thread] = []
 
 
-def await_at_end(thread: threading.Thread) -> None:
+def join_at_exit(thread: threading.Thread) -> None:
     """Join this thread, which returns from C++ within seconds, when the process exits."""
     _awaited[:] = [each for each in _awaited if each.is_alive()]
     _awaited.append(thread)
 
 
 @atexit.register
-def leave_all() -> None:
+def shut_down_all() -> None:
     """Shuts down all communicators. See [Note: the end]."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     # A communicator over others was created after them. It leaves first: while its thread runs, it restarts theirs.
-    for communicator in reversed(list(_wires)):
+    for communicator in reversed(list(_communicators)):
         # One that cannot must not keep the others from it.
         with log_errors("a communicator could not be closed"):
-            communicator.leave(max(0.0, deadline - time.monotonic()))
+            communicator.shutdown(max(0.0, deadline - time.monotonic()))
     deadline = time.monotonic() + ABORT_SECONDS
     for thread in _awaited:
         thread.join(max(0.0, deadline - time.monotonic()))
     for tensor in (tensor for each in _under_way for tensor in each.left()):
-        never_let_go(tensor)
+        keep_forever(tensor)
     _await_idle_gloo()
 
 
@@ -150,7 +141,7 @@ def _gloo_states() -> Iterator[str]:
 
 
 def _after_fork() -> None:
-    for communicator in list(_wires):
+    for communicator in list(_communicators):
         communicator.after_fork()
 
 

@@ -35,7 +35,7 @@ def _times(seconds: float) -> Any:
     return ctypes.byref(_Times(0, 0, whole, rest))
 
 
-class KernelAlarm:
+class KernelTimer:
     """A kernel timer behind a file descriptor. Any thread may set it, any number of times; one thread waits for it."""
 
     # Quick calls, which keep the interpreter's lock: to give it back would cost more.
@@ -53,7 +53,7 @@ class KernelAlarm:
         self._is_set = True
         self._libc.timerfd_settime(self._descriptor, 0, _times(seconds), None)
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         """Cancel the timer, if that is still possible. The thread may be woken all the same."""
         if self._is_set:
             self._is_set = False
@@ -69,7 +69,7 @@ class KernelAlarm:
             os.close(self._descriptor)
 
 
-class SleepingAlarm:
+class SleepingTimer:
     """A substitute where no kernel timer exists: a call that wakes the thread at once."""
 
     def __init__(self) -> None:
@@ -78,15 +78,15 @@ class SleepingAlarm:
     def set(self, seconds: float) -> None:
         self._calls.put(seconds)
 
-    def call_off(self) -> None:
+    def cancel(self) -> None:
         pass
 
     def wait(self) -> None:
         time.sleep(self._calls.get())
 
 
-Timer = KernelAlarm | SleepingAlarm
+Timer = KernelTimer | SleepingTimer
 
 
 def make_timer() -> Timer:
-    return KernelAlarm() if sys.platform == "linux" else SleepingAlarm()
+    return KernelTimer() if sys.platform == "linux" else SleepingTimer()

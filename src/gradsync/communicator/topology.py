@@ -23,7 +23,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.agreement import make_together
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
-from gradsync.communicator.root_cause import Circle
+from gradsync.communicator.root_cause import FailureDomain
 
 __all__ = ["HOST_VARIABLE", "CommunicatorFactory", "HostLayout", "find_topology", "host_identity", "make_subgroups"]
 
@@ -106,13 +106,13 @@ DESCRIPTORS = 8
 CommunicatorFactory: TypeAlias = Callable[[dist.ProcessGroup], Communicator]
 
 
-def make_subgroups(circle: Circle, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """One group for each of ``parts``, out of that of ``circle`` and into that circle; the one of this rank, if any.
+def make_subgroups(domain: FailureDomain, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+    """One group for each of ``parts``, out of that of ``domain`` and into that domain; the one of this rank, if any.
 
-    Parts are numbers in the group of the circle, and do not overlap. Every rank of it calls this with the same parts.
+    Parts are numbers in the group of the domain, and do not overlap. Every rank of it calls this with the same parts.
     Processes outside need not. Where one of the ranks is short of descriptors, all raise ConfigurationError.
     """
-    group = circle.group
+    group = domain.group
     _require_descriptors(group, sum(map(len, parts)) + len(parts) * DESCRIPTORS)
     is_whole_world = dist.get_world_size(group) == dist.get_world_size()
     if not is_whole_world:
@@ -124,7 +124,7 @@ def make_subgroups(circle: Circle, parts: Sequence[Sequence[int]]) -> dist.Proce
             made = _new_group(group, part, only_members_call=not is_whole_world)
             mine = made if rank in part else mine
     if mine is not None:
-        circle.take_in(mine)
+        domain.add(mine)
     return mine
 
 

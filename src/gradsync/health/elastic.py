@@ -46,10 +46,10 @@ __all__ = [
     "require_torchft",
 ]
 
-# A rank that has not been heard of for so long does not count as alive. It is what the others wait for after a loss.
+# A rank that has been silent for that long does not count as alive. The others wait that long after a loss.
 HEARTBEAT_SECONDS = 2.0
 TICK_MILLISECONDS = 50
-# Of what torchft is built with, which else tells of every request.
+# Read by torchft's Rust part, which by default logs every request.
 LOG_LEVEL = "RUST_LOG"
 
 
@@ -122,13 +122,13 @@ class MemberStatus:
     process: int
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> "MemberStatus":
+    def read(cls, data: Mapping[str, Any]) -> "MemberStatus":
         """What :func:`dataclasses.asdict` and JSON have made of one."""
         try:
-            return from_json(cls, dict(told))
+            return from_json(cls, dict(data))
         except ValueError as error:
             raise GradsyncError(
-                f"a rank that asks to take part says {dict(told)!r}, which is not what this version of gradsync "
+                f"a rank that asks to take part says {dict(data)!r}, which is not what this version of gradsync "
                 f"says ({error}). Use the same version on all machines"
             ) from error
 
@@ -138,10 +138,10 @@ class ElasticMember:
     """A rank that takes part."""
 
     identity: str
-    standing: MemberStatus
+    status: MemberStatus
 
     def __str__(self) -> str:
-        return f"process {self.standing.process} on {self.standing.host}"
+        return f"process {self.status.process} on {self.status.host}"
 
 
 class Membership(Protocol):
@@ -149,7 +149,7 @@ class Membership(Protocol):
 
     identity: str
 
-    def ask(self, standing: MemberStatus, timeout: float) -> list[ElasticMember]:
+    def ask(self, status: MemberStatus, timeout: float) -> list[ElasticMember]:
         """All who take part, this rank among them; those who ask together get the same. Waits for others.
 
         TimeoutError if there is no answer in time.
@@ -167,11 +167,12 @@ def in_order(members: list[ElasticMember]) -> list[ElasticMember]:
 
     So number 0 has what all others need, and does not change as long as it lives.
     """
-    return sorted(members, key=lambda each: (-each.standing.step, *_seniority(each.standing), each.identity))
 
+    def order(member: ElasticMember) -> tuple[Any, ...]:
+        status = member.status
+        return -status.step, status.since == 0, status.since, status.launched, member.identity
 
-def _seniority(standing: MemberStatus) -> tuple[bool, int, int]:
-    return (standing.since == 0, standing.since, standing.launched)
+    return sorted(members, key=order)
 
 
 class LighthouseMembership:
@@ -195,25 +196,25 @@ class LighthouseMembership:
         except Exception as error:
             raise ConfigurationError(f"there is no lighthouse at {address}: {error}") from error
 
-    def ask(self, standing: MemberStatus, timeout: float) -> list[ElasticMember]:
+    def ask(self, status: MemberStatus, timeout: float) -> list[ElasticMember]:
         if self._thread is None:
-            # Not before: the lighthouse lets the others wait for whoever lives, and this rank may have to get ready.
+            # Not before: the lighthouse lets the others wait for every live rank, and this rank may have to get ready.
             self._thread = threading.Thread(target=self._beat, name="gradsync lighthouse", daemon=True)
             self._thread.start()
         try:
             quorum = self._asking.quorum(
                 self.identity,
                 timedelta(seconds=timeout),
-                step=standing.step,
+                step=status.step,
                 world_size=1,
-                data=dataclasses.asdict(standing),
+                data=dataclasses.asdict(status),
             )
         except TimeoutError:
             raise
         except Exception as error:
             raise TimeoutError(f"the lighthouse at {self._url.netloc} gave no answer: {error}") from error
         return [
-            ElasticMember(identity=each.replica_id, standing=MemberStatus.read(each.data or {}))
+            ElasticMember(identity=each.replica_id, status=MemberStatus.read(each.data or {}))
             for each in quorum.participants
         ]
 
@@ -325,13 +326,13 @@ class Generation:
     @property
     def newest_step(self) -> int:
         """What the state of number 0 has behind it."""
-        return self.members[0].standing.step
+        return self.members[0].status.step
 
     @property
     def lagging(self) -> list[int]:
         """The numbers of those that have not got as far."""
         return [
-            number for number, member in enumerate(self.members) if member.standing.step < self.members[0].standing.step
+            number for number, member in enumerate(self.members) if member.status.step < self.members[0].status.step
         ]
 
     def leave(self) -> None:
@@ -352,7 +353,7 @@ def meet(
     """
     ordered = in_order(list(members))
     rank = [member.identity for member in ordered].index(identity)
-    number = 1 + max(member.standing.generation for member in ordered)
+    number = 1 + max(member.status.generation for member in ordered)
     if len(ordered) == 1:
         return Generation(number=number, members=tuple(ordered), communicator=InProcessWorld(1).communicator(0))
     limit = timedelta(seconds=timeout)
@@ -366,5 +367,5 @@ def meet(
 
 
 def _store_of(member: ElasticMember, limit: timedelta) -> Any:
-    host, port = member.standing.meeting_place
+    host, port = member.status.meeting_place
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)  # type: ignore[attr-defined]

@@ -3,11 +3,11 @@ r"""One rank's part of the watch: a thread that reports this rank's status and r
 ::
 
             rank 0, the hub                 every second: a heartbeat on each line, both ways
-           /       |       \                a line closes: that rank is gone, and the hub tells all
+           /       |       \                a line closes: that rank is gone, and the hub informs all
        rank 1   rank 2   rank 3             the hub's line closes: rank 0 is gone, and each rank sees it
 
-A rank that exits harms nobody who does not need it: a communicator is lost only when a rank has waited on it for a
-while, for something that cannot arrive any more. Its error then carries the message about the rank that exited.
+A communicator is lost only when a rank has waited on it for a while, for something that cannot arrive any more: a rank
+that exits does no harm where it is not needed. The error then carries the message about the rank that exited.
 
 On a device no handle waits on the host. When the group times out, torch's error names no rank and leaves the host
 blocked in the device. So the watch ends that wait a moment earlier: the communicator is lost, and its kernels aborted.
@@ -35,32 +35,32 @@ from gradsync.communicator.root_cause import BEFORE
 from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, RaisedError, Suspect
 from gradsync.health.watch.guards import Guards
 from gradsync.health.watch.messages import Member, ended, raised_error, sort_key, suspected
-from gradsync.health.watch.pacing import Pacing, Ways
+from gradsync.health.watch.pacing import Pacing
 from gradsync.health.watch.protocol import HUB, Line, pack
-from gradsync.health.watch.status import MOST_LETTERS, UNKNOWN, Model, RankStatus, Sampler
+from gradsync.health.watch.status import MOST_LETTERS, UNKNOWN, RankStatus, Sampler
 
 __all__ = ["Agent", "Plan"]
 
 LOGGER = logging.getLogger("gradsync")
 
 BEAT_SECONDS = 1.0
-# Where there are more ranks the hub hears and says as much in a second, within limits: nobody is silent for long.
+# With more ranks heartbeats are rarer, so that the hub has about as much to do per second, within limits.
 MOST_BEATS = 256
 LONGEST_BEAT_SECONDS = 2.0
-# Once a rank has ended: how often it is looked whether somebody waits for it.
+# How often to check whether somebody waits for a rank that has ended.
 LOOK_SECONDS = 0.1
-# How long a failure of the wire waits for what the watch has to say of it.
+# How long the message of a communicator's failure waits for what the watch learns of it.
 PATIENCE_SECONDS = 0.5
-# This thread was not run for so long: the whole process was stopped.
+# If this thread was not run for that long, the whole process was stopped.
 STOPPED_SECONDS = 3.0
-FAREWELL_SECONDS = 1.0
+EXIT_SECONDS = 1.0
 # How long before the timeout of the group a wait on a device is ended, at most, and as a part of it: torch, which looks
 # each tenth of a second, must not come first.
 EARLIER_SECONDS, EARLIER_SHARE = 1.0, 0.1
 # What a process that was stopped itself has left, once it goes on, to end what it was in.
 RESUMED_SECONDS = 0.5
 MOST_SUSPECTS = 4
-MOST_ERRORS = 8
+MOST_REQUESTS = 8
 
 GONE = "has ended without a word, killed or by os._exit(),"
 
@@ -86,34 +86,41 @@ class Plan:
 
 
 class Agent:
-    """One rank's end of the watch over ``group``. ``lines``: the hub's to all others, and the others' to the hub."""
+    """One rank's end of the watch over ``group``. ``lines``: the hub's to all others, and the others' to the hub.
 
-    def __init__(self, plan: Plan, group: Any, lines: dict[int, Line]) -> None:
+    ``write_dump`` is called when another rank asks for it, ``on_warning`` with every message about slow ranks and slow
+    communication.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        group: Any,
+        lines: dict[int, Line],
+        *,
+        write_dump: Callable[[], None] = lambda: None,
+        on_warning: Callable[[str], None] = lambda message: None,
+    ) -> None:
         self.plan = plan
-        self._guards = Guards(group, plan.device_timeout)
-        self.sampler = Sampler(self._guards, shows_stack_after=BEAT_SECONDS if plan.shows_stacks else None)
-        self.on_dump: Callable[[], None] | None = None
-        # What is said of slow ranks and of the wire, for reports.
-        self.on_words: Callable[[str], None] | None = None
+        self._write_dump, self._on_warning = write_dump, on_warning
+        guards = self._guards = Guards(group, plan.device_timeout)
+        self.sampler = Sampler(lambda: guards.states, shows_stack_after=BEAT_SECONDS if plan.shows_stacks else None)
         self._group = weakref.ref(group)
-        # Not all are: then nobody can tell when they are destroyed.
+        # Not all are: then their destruction goes unnoticed.
         self._is_registered = group in dist.distributed_c10d._world.pg_map
         self._lines = lines
         self._detector = Detector(plan.me, list(lines), time.monotonic(), sees_all=self._is_hub)
-        self._noticed: dict[int, float] = {}
-        self._told: list[Suspect] = []
-        sampler = self.sampler
-        ways = Ways(tell=self._tell, say=self._say, meter=lambda: sampler.meter, models=lambda: len(sampler.models))
-        self._pacing = Pacing(plan.members, plan.me, ways)
+        # Whom the hub suspects.
+        self._reported: list[Suspect] = []
+        self._pacing = Pacing(plan.members, plan.me, self.sampler, send=self._send, warn=self._warn)
         # Held while the state changes; threads that wait for news wait on it.
         self._news = threading.Condition()
         self._selector = selectors.PollSelector()
         self._waker, self._woken = socket.socketpair()
-        self._farewell = ""
+        self._exit_message = ""
         self._is_closed = False
-        self._asks_for_dump = False
-        # What this rank has raised, for its thread to tell.
-        self._raised: deque[str] = deque(maxlen=MOST_ERRORS)
+        # What other threads want this thread to do.
+        self._requests: deque[Callable[[float], None]] = deque(maxlen=MOST_REQUESTS)
         # When something on a device has lasted too long.
         self._deadline = math.inf
         self._thread = threading.Thread(target=self._run, name="gradsync watch", daemon=True)
@@ -122,67 +129,62 @@ class Agent:
 
     def start(self) -> None:
         self._woken.setblocking(False)
-        self._listen_to(self._woken, self._hear_waker)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._on_wake)
         for number, line in self._lines.items():
-            self._listen_to(line, partial(self._hear, number, line))
+            self._selector.register(line, selectors.EVENT_READ, partial(self._receive, number, line))
         self._thread.start()
 
-    def look_at(self, model: Model) -> None:
-        self.sampler.add(model)
-
-    def guard(self, wire: object) -> None:
-        """Guard ``wire``: nobody shall wait on it for a rank that has exited. All ranks guard the same communicators in
+    def guard(self, communicator: object) -> None:
+        """No rank shall wait on ``communicator`` for a rank that has exited. All ranks guard the same communicators in
         the same order, because they are identified by number.
         """
-        if not isinstance(wire, BaseCommunicator):
+        if not isinstance(communicator, BaseCommunicator):
             return
-        if wire.device.type != "cpu":
-            # Those that it has its collectives from know what the device has finished.
-            for part in getattr(wire, "communicators", ()):
+        if communicator.device.type != "cpu":
+            # Those that run its collectives know what the device has finished.
+            for part in getattr(communicator, "communicators", ()):
                 self.guard(part)
-        self._guards.add(wire, self.failure_message)
+        self._guards.add(communicator, self.failure_message)
 
-    def failure_message(self, story: str) -> str:
-        """The message of a failure, with what is known of the ranks that may have caused it."""
+    def failure_message(self, message: str) -> str:
+        """The ``message`` of a failure, with what is known of the ranks that may have caused it."""
         patience = PATIENCE_SECONDS if self._thread.is_alive() else 0.0
         with self._news:
             self._news.wait_for(lambda: bool(self._detector.exits or self._suspects()), patience)
-            words = self._words()
+            cause = self._cause()
             if any(not exit_record.left for exit_record in self._detector.exits.values()):
-                # What another rank has said of the same end is no news.
-                story = story.partition(BEFORE)[0]
+                # Another rank's message about the same end adds nothing.
+                message = message.partition(BEFORE)[0]
         own = self.sampler.look(time.monotonic()).windows + 1
-        return f"{words}. {self._name} is in window {own}: {story}" if words else story
+        return f"{cause}. {self._name} is in window {own}: {message}" if cause else message
 
     def ask_for_dumps(self) -> None:
         """Make every rank write its status."""
-        self._asks_for_dump = True
-        self._wake()
+        self._request(partial(self._take, self.plan.me, {"dump": True}))
 
-    def tell_error(self, words: str) -> None:
-        """Tell the others now, and not when it exits, that this rank has raised, in these words, and may continue."""
-        self._raised.append(words)
-        self._wake()
+    def report_error(self, message: str) -> None:
+        """Report to the others now, and not at exit, that this rank has raised and may continue."""
+        self._request(partial(self._send_error, message))
 
     def describe(self) -> dict[str, Any]:
-        """What this rank has heard from the others, for a dump."""
+        """What the others have reported, for a dump."""
         now = time.monotonic()
         with self._news:
-            known = {number: self._detector.standing_of(number, now) for number in range(len(self.plan.members))}
-            words = self._words()
+            known = {number: self._detector.status_of(number, now) for number in range(len(self.plan.members))}
+            cause = self._cause()
         others = {
             str(self.plan.members[number].rank): {"heard_seconds_ago": round(age, 1), **asdict(status)}
             for number, (status, age) in known.items()
             if number != self.plan.me and status.phase
         }
-        return {"known": words, "others": others}
+        return {"known": cause, "others": others}
 
-    def leave(self, words: str) -> None:
-        """Say goodbye, and stop the thread."""
-        self._farewell = words
+    def leave(self, message: str) -> None:
+        """Send the others an exit ``message``, and stop the thread."""
+        self._exit_message = message
         self._wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(FAREWELL_SECONDS)
+            self._thread.join(EXIT_SECONDS)
         elif not self._is_closed:
             # It never began.
             self._close()
@@ -193,6 +195,10 @@ class Agent:
             each.close()
         for line in self._lines.values():
             line.close()
+
+    def _request(self, action: Callable[[float], None]) -> None:
+        self._requests.append(action)
+        self._wake()
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -211,9 +217,9 @@ class Agent:
 
     def _serve(self) -> None:
         next_beat = last = time.monotonic()
-        while not self._farewell:
+        while not self._exit_message:
             due = min(next_beat, self._pacing.next, self._deadline)
-            looks = self._detector.exits or self._detector.has_untold_errors
+            looks = self._detector.exits or self._detector.has_unreported_errors
             limit = LOOK_SECONDS if looks else max(0.0, due - last)
             ready = self._selector.select(limit)
             now = time.monotonic()
@@ -231,39 +237,35 @@ class Agent:
             if now >= next_beat:
                 next_beat = now + self.plan.beat_seconds
                 self._beat(now, quietly=was_stopped)
-            if self._detector.has_untold_errors:
+            if self._detector.has_unreported_errors:
                 self._warn_of_errors(now)
             if self._detector.exits:
                 self._lose_stranded(now)
 
-    def _listen_to(self, source: Any, hear: Callable[[float], None]) -> None:
-        self._selector.register(source, selectors.EVENT_READ, hear)
-
-    def _hear_waker(self, now: float) -> None:
+    def _on_wake(self, now: float) -> None:
         with contextlib.suppress(OSError):
             self._woken.recv(64)
-        if self._asks_for_dump:
-            self._asks_for_dump = False
-            self._take(self.plan.me, {"dump": True}, now)
-        while self._raised:
-            # To the hub, which hears whether this rank goes on; the hub's own to all, who hear that of the hub.
-            message = {"error": self._raised.popleft(), "stood": asdict(self.sampler.look(now))}
-            for line in self._lines.values():
-                line.send(message)
+        while self._requests:
+            self._requests.popleft()(now)
 
-    # -- hearing ------------------------------------------------------------------------------------------------------
+    def _send_error(self, error: str, now: float) -> None:
+        # To the hub, which learns whether this rank goes on; the hub's own to all, who learn that of the hub.
+        for line in self._lines.values():
+            line.send({"error": error, "status": asdict(self.sampler.look(now))})
 
-    def _hear(self, number: int, line: Line, now: float) -> None:
+    # -- receiving ----------------------------------------------------------------------------------------------------
+
+    def _receive(self, number: int, line: Line, now: float) -> None:
         for message in line.receive():
             self._take(number, message, now)
         if line.end:
             self._selector.unregister(line)
             line.close()
             self._lines.pop(number, None)
-            # Where the way was broken for long, it is a way that comes back which resets the line, and no end.
-            was_heard = self.plan.here[number] or self._detector.silence_of(number, now) < SLOW_SECONDS
-            if line.end == "closed" or (line.end == "reset" and was_heard):
-                status, age = self._detector.standing_of(number, now)
+            # After a long silence it may be the network that came back and reset the line: that is no exit.
+            was_alive = self.plan.here[number] or self._detector.silence_of(number, now) < SLOW_SECONDS
+            if line.end == "closed" or (line.end == "reset" and was_alive):
+                status, age = self._detector.status_of(number, now)
                 self._note(
                     ExitRecord(member=number, left=False, words=GONE, at=time.time(), status=status, age=age), now
                 )
@@ -272,35 +274,38 @@ class Agent:
         if "beat" in message:
             status = from_json_or(RankStatus, message["beat"], UNKNOWN)
             with self._news:
-                self._detector.hear(number, status, now)
+                self._detector.update(number, status, now)
                 if number == HUB:
-                    told = from_json_or(tuple[Suspect, ...], message.get("suspects"), ())
-                    self._told = [each for each in told if self._knows(each.member, *each.waiters)]
-        elif "bye" in message:
-            status, words = from_json_or(RankStatus, message.get("beat_at_end"), UNKNOWN), str(message["bye"])
-            self._note(ExitRecord(member=number, left=True, words=words, at=time.time(), status=status), now)
+                    suspects = from_json_or(tuple[Suspect, ...], message.get("suspects"), ())
+                    self._reported = [each for each in suspects if self._knows(each.member, *each.waiters)]
+        elif "exit" in message:
+            status = from_json_or(RankStatus, message.get("status"), UNKNOWN)
+            exit_record = ExitRecord(
+                member=number, left=True, words=str(message["exit"]), at=time.time(), status=status
+            )
+            self._note(exit_record, now)
         elif "off" in message:
             self._pacing.forget(number)
             with self._news:
                 self._detector.forget(number)
             self._lines[number].end = "off"
         elif "ended" in message and number == HUB:
-            exit_record = from_json_or(ExitRecord, message["ended"], None)
-            if exit_record is not None and self._knows(exit_record.member):
-                self._note(exit_record, now)
+            ended_rank = from_json_or(ExitRecord, message["ended"], None)
+            if ended_rank is not None and self._knows(ended_rank.member):
+                self._note(ended_rank, now)
         elif "error" in message:
-            status = from_json_or(RankStatus, message.get("stood"), UNKNOWN)
+            status = from_json_or(RankStatus, message.get("status"), UNKNOWN)
             error = RaisedError(words=str(message["error"])[:MOST_LETTERS], at=time.time(), status=status)
             with self._news:
-                self._detector.hear_error(number, error)
+                self._detector.add_error(number, error)
         elif "dump" in message:
-            # From whichever rank was asked to the hub, and from there to all others.
+            # From the rank that was asked to the hub, and from there to all others.
             for other, line in self._lines.items():
                 if other != number and (self._is_hub or number == self.plan.me):
                     line.send(message)
-            # Whoever was asked here has written already.
-            if self.on_dump is not None and number != self.plan.me:
-                self.on_dump()
+            # The rank that was asked has written already.
+            if number != self.plan.me:
+                self._write_dump()
         else:
             self._pacing.take(number, message, now)
 
@@ -309,25 +314,24 @@ class Agent:
 
     def _note(self, exit_record: ExitRecord, now: float) -> None:
         with self._news:
-            is_new = self._detector.end(exit_record)
-            self._noticed.setdefault(exit_record.member, now)
+            is_new = self._detector.end(exit_record, now)
             self._news.notify_all()
         self._guards.refuse_new(exit_record, ended(self.plan.members, exit_record))
         if is_new and self._is_hub:
             for line in self._lines.values():
                 line.send({"ended": asdict(exit_record)})
 
-    # -- speaking -----------------------------------------------------------------------------------------------------
+    # -- sending ------------------------------------------------------------------------------------------------------
 
     def _beat(self, now: float, *, quietly: bool) -> None:
         group = self._group()
         if group is None or (self._is_registered and group not in dist.distributed_c10d._world.pg_map):
-            self._farewell = "has destroyed its process group"
+            self._exit_message = "has destroyed its process group"
             return
         status = self.sampler.look(now)
         message: dict[str, Any] = {"beat": asdict(status)}
         with self._news:
-            self._detector.hear(self.plan.me, status, now)
+            self._detector.update(self.plan.me, status, now)
             due = [] if quietly else self._detector.due(now)
             if self._is_hub:
                 suspects = self._detector.suspects(now)[:MOST_SUSPECTS]
@@ -336,7 +340,7 @@ class Agent:
         for line in self._lines.values():
             line.flush()
             line.send_frame(frame, unless_busy=True)
-        if self._speaks:
+        if self._warns_of_lost_ranks:
             for each in due:
                 LOGGER.warning(
                     "%s. It is an error only after %g s, the timeout of the group",
@@ -345,7 +349,7 @@ class Agent:
                 )
 
     @property
-    def _speaks(self) -> bool:
+    def _warns_of_lost_ranks(self) -> bool:
         """Whether this rank gives the warnings: when the hub is silent, the first of the others does."""
         return self._is_hub or self.plan.me == HUB + 1
 
@@ -353,53 +357,50 @@ class Agent:
         """Of ranks that have raised, as soon as somebody waits for them."""
         status = self.sampler.look(now)
         with self._news:
-            self._detector.hear(self.plan.me, status, now)
-            found = self._detector.errors_to_tell(now)
-        for member, error, wait in found if self._speaks else ():
+            self._detector.update(self.plan.me, status, now)
+            found = self._detector.errors_to_report(now)
+        for member, error, wait in found if self._warns_of_lost_ranks else ():
             LOGGER.warning(
                 "%s. It is an error when that process ends, or after %g s, the timeout of the group",
                 raised_error(self.plan.members, member, error, wait),
                 self.plan.timeout,
             )
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         frame = pack(message)
         for line in self._lines.values():
             line.send_frame(frame, unless_busy=True)
 
-    def _say(self, words: str) -> None:
+    def _warn(self, message: str) -> None:
         # A rank that waits for one that has exited is not slow.
         if not self._detector.exits:
-            LOGGER.warning("%s", words)
-            if self.on_words is not None:
-                self.on_words(words)
+            LOGGER.warning("%s", message)
+            self._on_warning(message)
 
     def _lose_stranded(self, now: float) -> None:
         """End waits for a rank that has exited, unless they have ended by themselves."""
         exits = sorted(self._detector.exits.values(), key=sort_key)
-        noticed = [(exit_record, self._noticed[exit_record.member]) for exit_record in exits]
+        noticed = [(exit_record, self._detector.noticed[exit_record.member]) for exit_record in exits]
         for number, exit_record in self._guards.stranded(noticed, now):
-            story = f"{ended(self.plan.members, exit_record)}. {self._own_wait(number, now)}"
-            self._guards.lose(number, story.rstrip(". "))
+            message, status = ended(self.plan.members, exit_record), self.sampler.look(now)
+            waits = [wait for wait in status.waits if wait.communicator == number]
+            if waits:
+                message += f". {self._name} waited for it in window {status.windows + 1}, in {waits[-1].what}"
+            self._guards.lose(number, message.rstrip(". "))
 
     def _end_overdue(self, now: float) -> None:
         """End collectives that a device has been running for as long as the group allows."""
-        for overdue in self._guards.overdue(now):
+        for number, overdue in self._guards.overdue(now):
             with self._news:
-                words = self._words()
+                cause = self._cause()
             window = self.sampler.look(now).windows + 1
-            cause = words or "no rank is known to be stopped or behind: a device hangs, or ranks run other collectives"
+            cause = cause or "no rank is known to be stopped or behind: a device hangs, or ranks run other collectives"
             self._guards.lose(
-                overdue.wire,
-                f"{cause}. {self._name} waited {overdue.seconds:.0f} s in window {window}, in {overdue.what}; the "
-                f"timeout of the group is {self.plan.timeout:g} s",
+                number,
+                f"{cause}. {self._name} waited {now - overdue.started_at:.0f} s in window {window}, in "
+                f"{overdue.describe()}; the timeout of the group is {self.plan.timeout:g} s",
             )
         self._deadline = self._guards.deadline()
-
-    def _own_wait(self, number: int, now: float) -> str:
-        waits = [wait for wait in self.sampler.look(now).waits if wait.wire == number]
-        window = self.sampler.look(now).windows + 1
-        return f"{self._name} waited for it in window {window}, in {waits[-1].what}" if waits else ""
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -412,10 +413,10 @@ class Agent:
         return self.plan.me == HUB
 
     def _suspects(self) -> list[Suspect]:
-        return [*self._detector.suspects(time.monotonic()), *self._told]
+        return [*self._detector.suspects(time.monotonic()), *self._reported]
 
-    def _words(self) -> str:
-        """Of those who have ended, the first cause first; else of those who hold others up."""
+    def _cause(self) -> str:
+        """The message about the rank that ended first, else about those that hold others up."""
         exits = sorted(self._detector.exits.values(), key=sort_key)
         if exits:
             return ended(self.plan.members, exits[0])
@@ -425,17 +426,17 @@ class Agent:
         )
 
     def _close(self) -> None:
-        """The thread ends: say goodbye to those who still listen, and close everything."""
+        """The thread ends: send the exit message to those that still listen, and close everything."""
         self._is_closed = True
         message: dict[str, Any] = {"off": True}
-        if self._farewell:
-            message = {"bye": self._farewell, "beat_at_end": asdict(self.sampler.look(time.monotonic()))}
+        if self._exit_message:
+            message = {"exit": self._exit_message, "status": asdict(self.sampler.look(time.monotonic()))}
         for line in self._lines.values():
             line.send(message)
             with contextlib.suppress(OSError):
                 line.connection.shutdown(socket.SHUT_WR)
         for line in self._lines.values():
-            # Closed with something unread, a connection is reset, and what was said last may be lost with it.
+            # Closed with something unread, a connection is reset, and what was sent last may be lost with it.
             line.receive()
             line.close()
         self._selector.close()

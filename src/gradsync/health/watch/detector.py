@@ -1,15 +1,15 @@
-"""Failure detector: turns what was heard from each rank, and when, into a status. Pure logic; time is an argument.
+"""Failure detector: turns what each rank reported, and when, into a verdict on it. Pure logic; time is an argument.
 
 ===========  ========================================================================  ==============================
-gone         its connection closed without a goodbye: killed, ``os._exit``             an error on ranks waiting for it
-left         it said goodbye: its script has ended, or raised                          an error on ranks waiting for it
-silent       nothing heard: stopped, cut off, or it holds the interpreter              a warning
+gone         its connection closed without an exit message: killed, ``os._exit``       an error on ranks waiting for it
+left         it sent an exit message: its script has ended, or raised                  an error on ranks waiting for it
+silent       nothing received: stopped, cut off, or it holds the interpreter           a warning
 behind       alive; others wait for it in a collective that it has not reached         a warning
 at odds      it waits in a different collective than the others                        a warning
 ===========  ========================================================================  ==============================
 
-The last three are never errors here: the communicator's own timeout ends them, and the watch only says which rank it
-was. A rank that compiles for three minutes is slow, not dead.
+The last three are never errors here: the communicator's own timeout ends them, and the watch only names the rank. A
+rank that compiles for three minutes is slow, not dead.
 
 A rank that raises, outside of backward, reports it at once. Its script may catch the error and continue, as after an
 out-of-memory error, so ranks that wait for it only get a warning. The report is dropped when the rank continues.
@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 
-def holds_up(status: RankStatus, wait: Wait) -> bool:
+def holds_up(status: RankStatus, communicator: int, place: int) -> bool:
     """Whether a rank with that status has yet to reach what another one waits for."""
-    return not 0 <= wait.wire < len(status.started) or status.started[wait.wire] < wait.place
+    return not 0 <= communicator < len(status.started) or status.started[communicator] < place
 
 
 def longest(status: RankStatus) -> Wait | None:
@@ -58,7 +58,7 @@ def roots(statuses: Mapping[int, RankStatus], patience: float = 0.0) -> dict[int
     found: dict[int, dict[int, Wait]] = {}
     for waiter, wait in waiting.items():
         for rank, status in statuses.items():
-            if rank != waiter and holds_up(status, wait):
+            if rank != waiter and holds_up(status, wait.communicator, wait.place):
                 found.setdefault(rank, {})[waiter] = wait
     free = {rank: waiters for rank, waiters in found.items() if not statuses[rank].waits}
     return free or found
@@ -70,20 +70,20 @@ def at_odds(statuses: Mapping[int, RankStatus], patience: float = 0.0) -> dict[i
     found = {}
     for rank in sorted(statuses):
         for wait in statuses[rank].waits:
-            other, its = first.setdefault((wait.wire, wait.place), (rank, wait))
+            other, its = first.setdefault((wait.communicator, wait.place), (rank, wait))
             if _kind(its) != _kind(wait) and min(its.seconds, wait.seconds) >= patience:
                 found[rank] = (other, wait, its)
     return found
 
 
 def _kind(wait: Wait) -> str:
-    """What it is, without its number: communicators over one wire count for themselves."""
+    """What it is, without its number: communicators over one group count for themselves."""
     return wait.what.partition("(")[2] or wait.what
 
 
 # When a rank is warned about, for the first time; later each time after twice as long.
 SLOW_SECONDS = 5.0
-# Whoever waits less than that may as well be computing: its silence, or that of others, harms nobody yet.
+# A rank that waits less than that may as well be computing: its silence, or that of others, harms nobody yet.
 WAITING_SECONDS = 1.0
 
 Kind = Literal["silent", "behind", "at odds"]
@@ -93,7 +93,7 @@ Kind = Literal["silent", "behind", "at odds"]
 class ExitRecord:
     """How a rank exited, in ``words``; ``at`` is the time of day.
 
-    Its last status is the one in its goodbye, if it sent one; otherwise the last one received, ``age`` seconds earlier.
+    Its last status is the one in its exit message, if it sent one; else the last one received, ``age`` seconds before.
     """
 
     member: int
@@ -103,22 +103,22 @@ class ExitRecord:
     status: RankStatus
     age: float = 0.0
 
-    def strands(self, wait: Wait) -> bool:
-        """Whether ``wait`` has no end by it. Of a rank that was killed nobody knows how far it had come."""
-        return not self.left or holds_up(self.status, wait)
+    def strands(self, communicator: int, place: int) -> bool:
+        """Whether a wait there never ends because of it. How far a killed rank had come is unknown."""
+        return not self.left or holds_up(self.status, communicator, place)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaisedError:
     """An exception that a rank raised, in ``words``, and its status then; ``at`` is the time of day.
 
-    ``is_told``: a warning has reported it.
+    ``is_reported``: in a warning.
     """
 
     words: str
     at: float
     status: RankStatus
-    is_told: bool = False
+    is_reported: bool = False
 
     def is_past(self, status: RankStatus) -> bool:
         """Whether the rank has gone on since, by where it stands now."""
@@ -142,94 +142,94 @@ class Suspect:
 
 
 class Detector:
-    """This rank's view (it is rank ``me``) of the ranks it has ``heard`` from: on the hub all others, elsewhere only
-    the hub.
+    """Rank ``me``'s view of its ``peers``, which report to it: on the hub all other ranks, elsewhere only the hub.
 
     Only the hub ``sees_all``, and can tell which rank is behind which.
     """
 
-    def __init__(self, me: int, heard: Collection[int], now: float, *, sees_all: bool = True) -> None:
+    def __init__(self, me: int, peers: Collection[int], now: float, *, sees_all: bool = True) -> None:
         self.me = me
         self._sees_all = sees_all
         self.exits: dict[int, ExitRecord] = {}
+        self.noticed: dict[int, float] = {}
         self.errors: dict[int, RaisedError] = {}
-        self._last = dict.fromkeys(heard, now)
-        self._standings: dict[int, tuple[RankStatus, float]] = {}
+        self._last = dict.fromkeys(peers, now)
+        self._statuses: dict[int, tuple[RankStatus, float]] = {}
         self._next_warning: dict[int, float] = {}
 
-    def hear(self, member: int, status: RankStatus, now: float) -> None:
+    def update(self, member: int, status: RankStatus, now: float) -> None:
         if member != self.me:
             self._last[member] = now
-        self._standings[member] = status, now
+        self._statuses[member] = status, now
         if member in self.errors and self.errors[member].is_past(status):
             del self.errors[member]
 
     def wake(self, now: float) -> None:
-        """This process itself was stopped: that it heard from nobody meanwhile says nothing about the others."""
+        """This process itself was stopped: that nothing arrived meanwhile says nothing about the others."""
         self._last = dict.fromkeys(self._last, now)
 
-    def end(self, exit_record: ExitRecord) -> bool:
+    def end(self, exit_record: ExitRecord, now: float) -> bool:
         """Whether that is news."""
         if exit_record.member in self.exits:
             return False
         self.exits[exit_record.member] = exit_record
+        self.noticed[exit_record.member] = now
         self._last.pop(exit_record.member, None)
         self.errors.pop(exit_record.member, None)
         return True
 
-    def hear_error(self, member: int, error: RaisedError) -> None:
+    def add_error(self, member: int, error: RaisedError) -> None:
         """A rank has raised, and may continue or not."""
         if member not in self.exits:
             self.errors[member] = error
 
     @property
-    def has_untold_errors(self) -> bool:
-        return any(not error.is_told for error in self.errors.values())
+    def has_unreported_errors(self) -> bool:
+        return any(not error.is_reported for error in self.errors.values())
 
-    def errors_to_tell(self, now: float) -> list[tuple[int, RaisedError, Wait]]:
-        """Errors of ranks that somebody waits for, and in what; each is told once."""
+    def errors_to_report(self, now: float) -> list[tuple[int, RaisedError, Wait]]:
+        """Errors of ranks that somebody waits for, and in what; each once."""
         found = []
         for member, error in self.errors.items():
             waits = [
                 wait
                 for rank, status in self._now(now).items()
                 for wait in status.waits
-                if rank != member and holds_up(error.status, wait)
+                if rank != member and holds_up(error.status, wait.communicator, wait.place)
             ]
-            if waits and not error.is_told:
-                self.errors[member] = replace(error, is_told=True)
+            if waits and not error.is_reported:
+                self.errors[member] = replace(error, is_reported=True)
                 found.append((member, error, waits[0]))
         return found
 
     def forget(self, member: int) -> None:
-        """It has no watch any more, and nothing will be heard of it; that says nothing of its training."""
+        """It has no watch any more and will report nothing; that says nothing about its training."""
         self._last.pop(member, None)
-        self._standings.pop(member, None)
+        self._statuses.pop(member, None)
 
-    def standing_of(self, member: int, now: float) -> tuple[RankStatus, float]:
+    def status_of(self, member: int, now: float) -> tuple[RankStatus, float]:
         """The last status received from a rank, and how many seconds ago."""
-        status, at = self._standings.get(member, (UNKNOWN, now))
+        status, at = self._statuses.get(member, (UNKNOWN, now))
         return status, now - at
 
     def silence_of(self, member: int, now: float) -> float:
-        """For how many seconds nothing has been heard from it."""
+        """For how many seconds it has reported nothing."""
         return now - self._last.get(member, now)
 
     def suspects(self, now: float) -> list[Suspect]:
         """The ranks that hold others up, or may."""
         statuses = self._now(now)
-        waiting = [rank for rank, each in statuses.items() if _waits(each, WAITING_SECONDS)]
+        longest_waits = {rank: wait for rank, each in statuses.items() if (wait := longest(each)) is not None}
+        waiting = [rank for rank, wait in longest_waits.items() if wait.seconds >= WAITING_SECONDS]
         if not waiting:
             return []
-        found = {each.member: each for each in self._silent(statuses, waiting, now)}
-        heard = {rank: each for rank, each in statuses.items() if rank not in found}
+        found = {each.member: each for each in self._silent(longest_waits, waiting, now)}
         # Of one that is silent it is not known whether it waits.
         if not found and self._sees_all:
-            for each in (*self._behind(heard), *self._at_odds(heard)):
+            for each in (*self._behind(statuses), *self._at_odds(statuses)):
                 found.setdefault(each.member, each)
-        told = {member: error.words for member, error in self.errors.items()}
-        named = (replace(each, raised=told.get(each.member, "")) for each in found.values())
-        return sorted(named, key=lambda each: each.member)
+        raised = {member: error.words for member, error in self.errors.items()}
+        return [replace(each, raised=raised.get(member, "")) for member, each in sorted(found.items())]
 
     def due(self, now: float) -> list[Suspect]:
         """The suspects to warn about now: after 5 s, 10 s, 20 s and so on. A suspicion that passes leaves no trace."""
@@ -249,17 +249,15 @@ class Detector:
     def _now(self, now: float) -> dict[int, RankStatus]:
         """The status of each live rank, with the time since it was reported."""
         return {
-            rank: _aged(status, now - at) for rank, (status, at) in self._standings.items() if rank not in self.exits
+            rank: _aged(status, now - at) for rank, (status, at) in self._statuses.items() if rank not in self.exits
         }
 
-    def _silent(self, statuses: dict[int, RankStatus], waiting: list[int], now: float) -> Iterator[Suspect]:
+    def _silent(self, longest_waits: dict[int, Wait], waiting: list[int], now: float) -> Iterator[Suspect]:
         for rank, last in self._last.items():
             waiters = tuple(each for each in waiting if each != rank)
             if now - last >= SLOW_SECONDS and waiters:
-                wait, status = longest(statuses[waiters[0]]), self.standing_of(rank, now)[0]
-                what = "" if wait is None else wait.what
-                seconds = now - last
-                yield Suspect(member=rank, kind="silent", seconds=seconds, waiters=waiters, what=what, status=status)
+                what, status = longest_waits[waiters[0]].what, self.status_of(rank, now)[0]
+                yield Suspect(member=rank, kind="silent", seconds=now - last, waiters=waiters, what=what, status=status)
 
     def _behind(self, statuses: dict[int, RankStatus]) -> Iterator[Suspect]:
         for rank, waits in roots(statuses, SLOW_SECONDS).items():
@@ -271,11 +269,6 @@ class Detector:
         for rank, (other, its, theirs) in at_odds(statuses, SLOW_SECONDS).items():
             seconds, what, status = min(its.seconds, theirs.seconds), theirs.what, statuses[rank]
             yield Suspect(member=rank, kind="at odds", seconds=seconds, waiters=(other,), what=what, status=status)
-
-
-def _waits(status: RankStatus, seconds: float) -> bool:
-    wait = longest(status)
-    return wait is not None and wait.seconds >= seconds
 
 
 def _aged(status: RankStatus, seconds: float) -> RankStatus:

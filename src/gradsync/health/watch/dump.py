@@ -155,7 +155,7 @@ def _stacks() -> dict[str, list[str]]:
     return {f"{names.get(number, 'thread')} {number}": stack_of(number) for number in list(sys._current_frames())}
 
 
-def _begin_anew() -> None:
+def _after_fork() -> None:
     """In a forked child, whose parent listens: that thread is not here, and signals are the child's own."""
     global _listens
     if _listens:
@@ -163,7 +163,7 @@ def _begin_anew() -> None:
         signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 PATTERN = "rank-*.json"
@@ -254,7 +254,7 @@ def _conclusions(ranks: Sequence[int], statuses: dict[int, RankStatus], by_rank:
     waiting = [rank for rank, status in statuses.items() if status.waits]
     if not lines and waiting:
         names = listed([f"rank {rank}" for rank in waiting])
-        lines.append(f"All ranks have come to what {names} waited for: the wire was at work on it.")
+        lines.append(f"All ranks have come to what {names} waited for: it is under way.")
     if waiting and missing and len(lines) == 1:
         lines.append(f"{listed([f'rank {rank}' for rank in waiting])} may wait for what wrote nothing.")
     return lines or ["Nobody waits for anybody."]

@@ -33,7 +33,7 @@ __all__ = [
     "note_exit",
     "note_exits",
     "noted_exit",
-    "tell_uncaught",
+    "report_uncaught",
 ]
 
 ENDED, EXITED = "has ended its script", "called sys.exit("
@@ -100,11 +100,11 @@ def _callers(frame: FrameType | None) -> Iterable[tuple[str, int]]:
 
 def _call_in_words(code: object, frames: Iterable[tuple[str, int]]) -> str:
     """``frames``: innermost first."""
-    said = "" if code is None else repr(code)
-    said = said if len(said) <= MOST_LETTERS else f"{said[:MOST_LETTERS]}…"
+    argument = "" if code is None else repr(code)
+    argument = argument if len(argument) <= MOST_LETTERS else f"{argument[:MOST_LETTERS]}…"
     known = list(frames)
     file, line = next((each for each in known if not _is_library(each[0])), known[0] if known else ("", 0))
-    return f"sys.exit({said})" + (f" in line {line} of {file}" if file else "")
+    return f"sys.exit({argument})" + (f" in line {line} of {file}" if file else "")
 
 
 def _is_library(file: str) -> bool:
@@ -116,7 +116,7 @@ def _is_library(file: str) -> bool:
 _is_installed = False
 
 
-def tell_uncaught(in_main: Callable[[BaseException], None], in_thread: Callable[[BaseException, int], None]) -> None:
+def report_uncaught(in_main: Callable[[BaseException], None], in_thread: Callable[[BaseException, int], None]) -> None:
     """Call ``in_main`` with an exception that ends the script, and ``in_thread`` with one that ends a thread, and the
     number of the thread. Once per process."""
     global _is_installed

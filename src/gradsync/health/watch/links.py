@@ -41,12 +41,12 @@ class Sent:
 
 def read_sent(data: object) -> list[Sent]:
     """What another rank has sent of these; nothing if it is something else."""
-    told = from_json_or(tuple[Sent, ...], data, ())
-    return [each for each in told[:MOST_LINKS] if each.size >= 0 and each.seconds >= 0]
+    sent = from_json_or(tuple[Sent, ...], data, ())
+    return [each for each in sent[:MOST_LINKS] if each.size >= 0 and each.seconds >= 0]
 
 
 def read_links() -> dict[tuple[str, str], tuple[int, float]]:
-    """Bytes and seconds so far, by the addresses of this host and of another one. None where nobody tells."""
+    """Bytes and seconds so far, by the addresses of this host and of another one. Empty if there are no counts."""
     found: dict[tuple[str, str], tuple[int, float]] = {}
     # With a timeout for all new sockets Python would make others' own connections non-blocking by looking at them.
     if sys.platform != "linux" or socket.getdefaulttimeout() is not None:

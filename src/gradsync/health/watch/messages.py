@@ -12,17 +12,17 @@ from gradsync.health.watch.detector import ExitRecord, RaisedError, Suspect
 from gradsync.health.watch.exit_causes import ENDED, EXITED, exit_words, noted_exit
 from gradsync.health.watch.links import SlowLink
 from gradsync.health.watch.status import MOST_LETTERS, RankStatus, Wait
-from gradsync.health.watch.stragglers import Verdict, WireVerdict
+from gradsync.health.watch.stragglers import Slowdown, Straggler
 
 __all__ = [
     "RAISED",
     "Member",
     "described",
     "ended",
-    "farewell",
+    "exit_message",
     "raised_error",
+    "slow_communication",
     "slow_link",
-    "slow_wire",
     "sort_key",
     "straggling",
     "suspected",
@@ -82,8 +82,8 @@ def ended(members: Sequence[Member], exit_record: ExitRecord) -> str:
 
 
 def sort_key(exit_record: ExitRecord) -> tuple[int, float]:
-    """Causes before consequences: who was killed, who raised an error of its own or called ``sys.exit(1)``, who only
-    lost others, who left."""
+    """Causes before consequences: a rank that was killed, one that raised an error of its own or called
+    ``sys.exit(1)``, one that only lost others, one that left."""
     if not exit_record.left:
         return (0, exit_record.at)
     if not exit_record.words.startswith((RAISED, EXITED)):
@@ -118,23 +118,23 @@ def suspected(members: Sequence[Member], suspect: Suspect, *, is_here: bool) -> 
 
 def _missing_step(member: Member, waiters: list[str], suspect: Suspect) -> str:
     own = suspect.status.waits[-1].what if suspect.status.waits else ""
-    # Only of one and the same collective, by its number: who waits in another one may just be late.
+    # Only of one and the same collective, by its number: a rank in another one may just be late.
     if not waiters or own.partition(" (")[0] != suspect.what.partition(" (")[0]:
         return ""
     return missing_step({listed(waiters): suspect.what, f"rank {member.rank}": own})
 
 
-def straggling(members: Sequence[Member], verdict: Verdict) -> str:
+def straggling(members: Sequence[Member], straggler: Straggler) -> str:
     """The message for a rank that all others wait for, in every window."""
-    each = verdict.straggler
-    member, own, others = members[each.member], f"{each.own * 1e3:.4g}", f"{each.others * 1e3:.4g}"
-    if verdict.is_over:
+    own, others = f"{straggler.own * 1e3:.4g}", f"{straggler.others * 1e3:.4g}"
+    member = members[straggler.member]
+    if straggler.is_over:
         return f"{member} computes no longer than the others any more ({own} ms a window)"
     whom = "the other rank" if len(members) == 2 else "the median of the others"
     who = "which waits" if len(members) == 2 else "who all wait"
     return (
-        f"{member} computes {each.slower:.0%} longer than {whom} ({own} against {others} ms a window, data and update "
-        f"included), {who} for it. It waits {each.wire * 1e3:.3g} ms for the wire itself"
+        f"{member} computes {straggler.slower:.0%} longer than {whom} ({own} against {others} ms a window, data and "
+        f"update included), {who} for it. It waits {straggler.communication * 1e3:.3g} ms for communication itself"
     )
 
 
@@ -144,14 +144,14 @@ def raised_error(members: Sequence[Member], member: int, error: RaisedError, wai
     return f"{members[member]} {error.words} [at {at}, {where(error.status)}], and others wait for it in {wait.what}"
 
 
-def slow_wire(verdict: WireVerdict) -> str:
+def slow_communication(slowdown: Slowdown) -> str:
     """The message for slow communication, if no rank is to blame."""
-    now, before = f"{verdict.now * 1e3:.3g}", f"{verdict.before * 1e3:.3g}"
-    if verdict.is_over:
-        return f"the wire is no slower than before any more ({now} ms a window)"
+    now, before = f"{slowdown.now * 1e3:.3g}", f"{slowdown.before * 1e3:.3g}"
+    if slowdown.is_over:
+        return f"communication is no slower than before any more ({now} ms a window)"
     return (
-        f"the wire has become slow: it takes {now} ms a window, where it took {before} before. All ranks wait for it, "
-        "and none is to blame"
+        f"communication has become slow: it takes {now} ms a window, where it took {before} before. All ranks wait for "
+        "it, and none is to blame"
     )
 
 
@@ -159,7 +159,7 @@ def slow_link(found: SlowLink) -> str:
     """The message for the link that all wait for."""
     link = f"from {found.source} to {found.target}" if found.target else f"of {found.source}"
     rate, others = (f"{each * 8 / 1e6:.4g}" for each in (found.rate, found.others))
-    return f"the wire is as slow as the link {link}: it carries {rate} Mbit/s where others carry {others} and more"
+    return f"communication is as slow as the link {link}: it carries {rate} Mbit/s where others carry {others} and more"
 
 
 def _state(process: int) -> str:
@@ -175,8 +175,8 @@ def _state(process: int) -> str:
     }.get(state, "")
 
 
-def farewell(error: BaseException | None = None) -> str:
-    """Why this process ends, for those who may still wait for it: ``error``, or one that nobody has caught."""
+def exit_message(error: BaseException | None = None) -> str:
+    """Why this process ends, for the ranks that may still wait for it: ``error``, or one that nobody has caught."""
     error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None:
         return described(error)
@@ -184,8 +184,9 @@ def farewell(error: BaseException | None = None) -> str:
 
 
 def described(error: BaseException, place: str = "") -> str:
-    """Says that a rank has raised ``error``, and in which part of its loop. One line: the rank itself shows it all."""
+    """The message that a rank has raised ``error``, and in which part of its loop. One line: the rank itself shows it
+    all."""
     if isinstance(error, SystemExit):
         return exit_words(error)[:MOST_LETTERS]
-    said = " ".join(f"{RAISED} {type(error).__name__}: {error}".split()).rstrip(": ")[:MOST_LETTERS]
-    return f"{said} in {place}" if place else said
+    message = " ".join(f"{RAISED} {type(error).__name__}: {error}".split()).rstrip(": ")[:MOST_LETTERS]
+    return f"{message} in {place}" if place else message

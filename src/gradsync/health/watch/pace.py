@@ -27,7 +27,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +39,6 @@ __all__ = [
     "MOST_WINDOWS",
     "NO_PACE",
     "DevicePaceMeter",
-    "Neighbours",
     "Pace",
     "PaceMeter",
     "UnknownPaceMeter",
@@ -47,7 +46,7 @@ __all__ = [
     "make_meter",
 ]
 
-# What is kept for a watch that comes late; older windows are not told of.
+# What is kept for a watch that comes late; older windows are not reported.
 MOST_WINDOWS = 64
 MOST_SECONDS = 1e6
 
@@ -81,7 +80,7 @@ class PaceMeter:
 
     def __init__(self) -> None:
         self._last: tuple[float, float] | None = None
-        # In a forward, all in all; and what the threads that did so have noted of it themselves.
+        # In forwards, in all; and how much of it is in the threads' own counts.
         self._waited_before, self._noted = 0.0, dict[int, float]()
         self._is_waiting = False
         # Their numbers, own work and waiting.
@@ -139,22 +138,13 @@ LOGGER = logging.getLogger("gradsync")
 
 # To mark a window costs the host some hundredths of a millisecond. Of shorter ones one in two, four, eight is marked,
 # which are the same on all ranks. Not each eighth: what a rank does once in eight windows, as writing a log, would be
-# in all that are marked, or in none. Steps of the golden section round a circle keep to no rhythm.
+# in all that are marked, or in none. Steps of the golden section round a domain keep to no rhythm.
 SHORTEST_SECONDS = 0.02
 MOST_APART = 32
 ROUND = 1 << 32
 GOLDEN_STEP = 0x9E3779B1
 # Forwards that no backward follows have waits, too, and their window may never end.
 MOST_WAITS = 64
-
-
-class Marks(Protocol):
-    """Calling it queues a mark and returns it. A mark can be asked for the time until another mark."""
-
-    def __call__(self) -> Any: ...
-
-    def reuse(self, mark: Any) -> None:
-        """Nobody asks for this one any more."""
 
 
 class Marked(NamedTuple):
@@ -171,31 +161,18 @@ class Marked(NamedTuple):
         return self.began, self.work_ended, self.ended, *(mark for wait in self.waits for mark in wait)
 
 
-class Neighbours:
-    """The meters of one device that are in use. Where several models are trained, waiting in one of them is not work of
-    another one whose window contains the wait.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._asked: list[weakref.ref[DevicePaceMeter]] = []
-
-    def add(self, meter: "DevicePaceMeter") -> None:
-        with self._lock:
-            # Another list: training may be going through this one.
-            self._asked = [*(each for each in self._asked if each() is not None), weakref.ref(meter)]
-
-    def of(self, meter: "DevicePaceMeter") -> "Iterator[DevicePaceMeter]":
-        return (other for each in self._asked if (other := each()) is not None and other is not meter)
+# The meters of one device that are in use. Where several models are trained, waiting in one of them is not work of
+# another one whose window contains the wait.
+Neighbours = list["weakref.ref[DevicePaceMeter]"]
 
 
 class DevicePaceMeter(PaceMeter):
     """A meter that uses ``marks`` of the device. If other models use them, too, their meters are its ``neighbours``."""
 
-    def __init__(self, marks: Marks, neighbours: Neighbours | None = None) -> None:
+    def __init__(self, marks: DeviceClock, neighbours: Neighbours | None = None) -> None:
         super().__init__()
         self._marks = marks
-        self._neighbours = Neighbours() if neighbours is None else neighbours
+        self._neighbours: Neighbours = [] if neighbours is None else neighbours
         # Of the window that goes on, if it is marked.
         self._began: Any = None
         self._work_ended: Any = None
@@ -212,17 +189,18 @@ class DevicePaceMeter(PaceMeter):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        self._stop()
-        self._stop_neighbours()
+        for meter in (self, *self._others()):
+            meter._unless_failed(meter._begin_wait)
         try:
             yield
         finally:
-            self._go_on()
-            self._let_neighbours_go_on()
+            for meter in (self, *self._others()):
+                meter._unless_failed(meter._end_wait)
 
     def work_ended(self) -> None:
         self._unless_failed(self._end_work)
-        self._stop_neighbours()
+        for other in self._others():
+            other._unless_failed(other._begin_wait)
 
     def window_ended(self, *, worked: bool = True) -> None:
         now = time.perf_counter()
@@ -231,21 +209,12 @@ class DevicePaceMeter(PaceMeter):
         self._ended_at = now
         self.count += 1
         self._unless_failed(self._end_window, worked)
-        self._let_neighbours_go_on()
+        for other in self._others():
+            other._unless_failed(other._end_wait)
 
-    def _stop_neighbours(self) -> None:
-        for other in self._neighbours.of(self):
-            other._stop()
-
-    def _let_neighbours_go_on(self) -> None:
-        for other in self._neighbours.of(self):
-            other._go_on()
-
-    def _stop(self) -> None:
-        self._unless_failed(self._begin_wait)
-
-    def _go_on(self) -> None:
-        self._unless_failed(self._end_wait)
+    def _others(self) -> "Iterator[DevicePaceMeter]":
+        # A copy: the watch adds meters, and those of models that are gone leave the list.
+        return (other for each in list(self._neighbours) if (other := each()) is not None and other is not self)
 
     def _unless_failed(self, action: Callable[..., None], *arguments: Any) -> None:
         """Pace is useful but not essential. A device that cannot be asked ends only this part: if it is lost, the
@@ -302,7 +271,7 @@ class DevicePaceMeter(PaceMeter):
         return apart
 
     def _read(self, window: Marked) -> None:
-        # Those between were not marked. Told of are windows in a row, and nothing is known of these.
+        # Those between were not marked. Windows are reported without gaps, and nothing is known of these.
         first = max(self._last_read + 1, window.number - MOST_WINDOWS) if self._last_read else window.number
         self._windows.extend((number, 0.0, 0.0) for number in range(first, window.number))
         self._windows.append((window.number, *_times(window)))
@@ -315,7 +284,7 @@ class DevicePaceMeter(PaceMeter):
     def since(self, number: int, *, model: int = 0) -> Pace:
         if not self._is_asked:
             self._is_asked = True
-            self._neighbours.add(self)
+            self._neighbours.append(weakref.ref(self, self._neighbours.remove))
         return super().since(number, model=model)
 
 
@@ -339,7 +308,7 @@ def _seconds(began: Any, ended: Any) -> float:
 
 
 # By device. All models of a process are there: whatever group one of them waits for, no other works meanwhile.
-_neighbours: defaultdict[torch.device, Neighbours] = defaultdict(Neighbours)
+_neighbours: defaultdict[torch.device, Neighbours] = defaultdict(list)
 
 
 class UnknownPaceMeter(PaceMeter):

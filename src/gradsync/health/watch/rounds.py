@@ -1,6 +1,6 @@
 """Collects the ranks' reports on the same window, and tests whether such a series has risen. Pure logic.
 
-Ranks report their windows when they get round to it; only reports on the same window are compared. If a whole machine
+Ranks report their windows at different moments; only reports on the same window are compared. If a whole machine
 is slower for a while, or all data is longer, that shows on all ranks in the same windows, and cancels out.
 
 In a series with one number per window, a run of windows stands out if all of these hold:
@@ -63,8 +63,7 @@ class PaceSeries:
         return self._values[-(count + HISTORY) : -count]
 
     def is_high(self, limit: float) -> bool:
-        """Whether most of the last few lie above that: else no more than this is looked at, which costs next to
-        nothing."""
+        """Whether most of the last few lie above ``limit``: a quick check before the costly ones."""
         return sum(each > limit for each in self._values[-BLOCK:]) > BLOCK // 2
 
     def stands_out(self, count: int, *, least: float, above: float = 0.0) -> bool:
@@ -127,8 +126,8 @@ class Rounds:
         self._open: dict[int, dict[int, tuple[float, float]]] = {}
         self._done = 0
 
-    def hear(self, member: int, pace: Pace) -> Iterator[Round]:
-        """The windows of which all have told now, in their order."""
+    def add(self, member: int, pace: Pace) -> Iterator[Round]:
+        """The windows that all ranks have reported now, in their order."""
         if not pace.own or pace.model < self._model or member not in self.members:
             return
         if pace.model > self._model:
@@ -138,24 +137,24 @@ class Rounds:
         for window, times in enumerate(zip(pace.own, pace.waited, strict=True), first):
             if window <= self._done:
                 continue
-            told = self._open.setdefault(window, {})
-            told[member] = times
-            if len(told) == len(self.members):
+            reports = self._open.setdefault(window, {})
+            reports[member] = times
+            if len(reports) == len(self.members):
                 yield self._close(window)
         while len(self._open) > MOST_OPEN:
             del self._open[min(self._open)]
 
     def forget(self, member: int) -> None:
-        """It will not tell any more."""
+        """It will report no more windows."""
         self.members.discard(member)
         self._open = {}
 
     def _close(self, window: int) -> Round:
-        told = self._open.pop(window)
+        reports = self._open.pop(window)
         self._done = window
         for missed in [number for number in self._open if number < window]:
             del self._open[missed]
-        worked = {member: times for member, times in sorted(told.items()) if times[0] > 0}
+        worked = {member: times for member, times in sorted(reports.items()) if times[0] > 0}
         return Round(
             model=self._model,
             window=window,

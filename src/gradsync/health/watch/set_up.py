@@ -28,8 +28,8 @@ from gradsync.communicator.rendezvous import Invitation, Rendezvous, enter
 from gradsync.communicator.topology import host_identity
 from gradsync.health.watch.agent import Agent, Plan
 from gradsync.health.watch.dump import listen_for_requests, note_model, write_dump
-from gradsync.health.watch.exit_causes import exit_call, forget_exit, note_exit, tell_uncaught
-from gradsync.health.watch.messages import Member, described, farewell
+from gradsync.health.watch.exit_causes import exit_call, forget_exit, note_exit, report_uncaught
+from gradsync.health.watch.messages import Member, described, exit_message
 from gradsync.health.watch.protocol import HUB, Line
 from gradsync.health.watch.status import Model
 
@@ -53,7 +53,7 @@ MODES = ("on", "off", "stacks")
 # None where the ranks have agreed to do without. Agents hold no group: they end with it.
 _agents: "weakref.WeakKeyDictionary[Any, Agent | None]" = weakref.WeakKeyDictionary()
 # Kept when a group is created again: a report covers the whole run.
-_said: list[str] = []
+_warnings: list[str] = []
 
 
 def set_watch(communicator: Communicator) -> None:
@@ -76,23 +76,23 @@ def look_at(model: Model, communicator: Communicator) -> None:
     note_model(model)
     agent = None if communicator.group is None else _agents.get(communicator.group)
     if agent is not None:
-        agent.look_at(model)
+        agent.sampler.add(model)
 
 
-def leave_watch(group: Any, words: str) -> None:
-    """Stop watching ``group``, on this rank: others that wait for this rank are told ``words``. Not collective."""
+def leave_watch(group: Any, message: str) -> None:
+    """Stop watching ``group``, on this rank: others that wait for this rank get ``message``. Not collective."""
     agent = _agents.pop(group, None)
     if agent is not None:
-        agent.leave(words)
+        agent.leave(message)
 
 
 def tell_error(communicator: Communicator, error: BaseException, place: str) -> None:
-    """This rank has raised in that ``place`` of its loop, and the other ranks may be waiting for it. They are told at
+    """This rank has raised in that ``place`` of its loop, and the other ranks may be waiting for it. They learn it at
     once, and forget it when this rank goes on."""
     agent = None if communicator.group is None else _agents.get(communicator.group)
-    # Of a rank that was lost they know.
+    # They know of a rank that was lost.
     if agent is not None and isinstance(error, Exception) and not isinstance(error, PeerFailedError):
-        agent.tell_error(described(error, place))
+        agent.report_error(described(error, place))
 
 
 def agents() -> list[Agent]:
@@ -101,9 +101,9 @@ def agents() -> list[Agent]:
 
 
 def straggling() -> list[str]:
-    """What was said of ranks that others wait for, so far, over whichever group. On the hub, rank 0; nothing
+    """The warnings about slow ranks and slow communication so far, over all groups. On the hub, rank 0; nothing
     elsewhere."""
-    return list(_said)
+    return list(_warnings)
 
 
 def _set_up(communicator: ProcessGroupCommunicator) -> Agent | None:
@@ -114,18 +114,18 @@ def _set_up(communicator: ProcessGroupCommunicator) -> Agent | None:
         "process": os.getpid(),
         "identity": host_identity().hex(),
     }
-    told = [json.loads(each) for each in gather_bytes(communicator, json.dumps(mine).encode())]
-    wrong = [each for each in told if each["mode"] not in MODES]
+    ranks = [json.loads(each) for each in gather_bytes(communicator, json.dumps(mine).encode())]
+    wrong = [each for each in ranks if each["mode"] not in MODES]
     if wrong:
         raise ConfigurationError(
             f"{VARIABLE} must be one of {', '.join(MODES)}, got {wrong[0]['mode']!r} on rank {wrong[0]['rank']}"
         )
-    if any(each["mode"] == "off" for each in told):
+    if any(each["mode"] == "off" for each in ranks):
         return None
     plan = Plan(
-        members=tuple(from_json(Member, each) for each in told),
+        members=tuple(from_json(Member, each) for each in ranks),
         me=communicator.rank,
-        here=tuple(each["identity"] == mine["identity"] for each in told),
+        here=tuple(each["identity"] == mine["identity"] for each in ranks),
         timeout=_timeout(communicator),
         shows_stacks=mine["mode"] == "stacks",
     )
@@ -137,10 +137,8 @@ def _set_up(communicator: ProcessGroupCommunicator) -> Agent | None:
         return None
     # What multiprocessing has forked ends by os._exit, and calls this before.
     multiprocessing.util.Finalize(None, say_goodbye, exitpriority=0)
-    tell_uncaught(_script_raised, _thread_raised)
-    agent.on_dump = lambda: write_dump(agents())
-    agent.on_words = _said.append
-    # The group itself comes first on all ranks: whatever else is over it is guarded as it comes.
+    report_uncaught(_script_raised, _thread_raised)
+    # The group itself comes first on all ranks; communicators over it follow in the order of their creation.
     agent.guard(communicator)
     return agent
 
@@ -164,7 +162,14 @@ def _open(plan: Plan, communicator: ProcessGroupCommunicator) -> Agent:
             joined = rendezvous.take()
             for each in joined.values():
                 undo.callback(each.close)
-            agent = Agent(plan, communicator.group, lines | {number: Line(each) for number, each in joined.items()})
+            lines.update((number, Line(each)) for number, each in joined.items())
+            agent = Agent(
+                plan,
+                communicator.group,
+                lines,
+                write_dump=lambda: write_dump(agents()),
+                on_warning=_warnings.append,
+            )
             undo.callback(agent.leave, "has no watch")
             agent.start()
             return agent
@@ -196,9 +201,9 @@ def say_goodbye(error: BaseException | None = None) -> None:
 
     Also for processes that end by ``os._exit`` after all, which otherwise would look as if they had been killed.
     """
-    words = farewell(error)
+    message = exit_message(error)
     for agent in agents():
-        agent.leave(words)
+        agent.leave(message)
 
 
 def _script_raised(error: BaseException) -> None:
@@ -208,23 +213,23 @@ def _script_raised(error: BaseException) -> None:
     if not goes_on:
         say_goodbye(error)
     elif _trained_by(threading.get_ident()):
-        _tell_all(described(error))
+        _report_to_all(described(error))
 
 
 def _thread_raised(error: BaseException, thread: int) -> None:
     if not _trained_by(thread):
         return
     if isinstance(error, SystemExit):
-        # It ends the thread alone, without a word, and the process then ends with 0.
+        # It ends the thread alone, silently, and the process then ends with 0.
         note_exit(f"the thread that trained called {exit_call(error)}")
-        _tell_all(f"called {exit_call(error)}, in a thread, which ended that thread alone")
+        _report_to_all(f"called {exit_call(error)}, in a thread, which ended that thread alone")
     else:
-        _tell_all(described(error))
+        _report_to_all(described(error))
 
 
-def _tell_all(words: str) -> None:
+def _report_to_all(message: str) -> None:
     for agent in agents():
-        agent.tell_error(words)
+        agent.report_error(message)
 
 
 def _trained_by(thread: int | None) -> bool:
@@ -236,7 +241,7 @@ def _after_fork() -> None:
     for agent in agents():
         agent.after_fork()
     _agents.clear()
-    _said.clear()
+    _warnings.clear()
     forget_exit()
 
 

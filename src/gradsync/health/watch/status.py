@@ -9,16 +9,16 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gradsync.communicator.collective import Fate
+from gradsync.communicator.transport_state import TransportState
 from gradsync.health.watch.pace import PaceMeter
 
 __all__ = ["MOST_LETTERS", "UNKNOWN", "Model", "Position", "RankStatus", "Sampler", "Wait", "stack_of"]
 
-# What is said of one rank stays short, whatever it is named after.
+# Messages about one rank stay short, whatever is named in them.
 MOST_LETTERS = 300
 MOST_WAITS = 8
 MOST_FRAMES = 8
@@ -48,18 +48,11 @@ class Model(Protocol):
         """What has measured its windows."""
 
 
-class Wires(Protocol):
-    """The part of a group's communicators that is used here."""
-
-    # By their numbers.
-    fates: list[Fate]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Wait:
     """A collective that a rank waits for: the ``place``-th that it started on the communicator of that number."""
 
-    wire: int
+    communicator: int
     place: int
     what: str
     seconds: float
@@ -78,15 +71,19 @@ class RankStatus:
     stack: tuple[str, ...] = ()
 
 
-# Of a rank that has said nothing yet, or nothing that can be read.
+# Of a rank that has reported nothing yet, or nothing that can be read.
 UNKNOWN = RankStatus(windows=0, phase="", progress="", seconds=0.0)
 
 
 class Sampler:
-    """Reads the status of the models and ``wires`` of one group on this rank."""
+    """Reads the status of the models over one group on this rank, and the ``states`` of the group's communicators, by
+    their numbers.
+    """
 
-    def __init__(self, wires: Wires, *, shows_stack_after: float | None = None) -> None:
-        self._wires = wires
+    def __init__(
+        self, states: Callable[[], Sequence[TransportState]], *, shows_stack_after: float | None = None
+    ) -> None:
+        self._states = states
         # By the order in which they came, which is the same on all ranks.
         self._models: list[tuple[int, weakref.ref[Model]]] = []
         self._added = 0
@@ -113,10 +110,10 @@ class Sampler:
 
     def look(self, now: float) -> RankStatus:
         model = self._current()
-        started = tuple(fate.started for fate in self._wires.fates)
+        started = tuple(state.started for state in self._states())
         waits = self._waits(now)
-        # Whoever moves on by a collective has moved on, too.
-        seen = (model, started, *((wait.wire, wait.place) for wait in waits))
+        # A rank that has only started, or finished, a collective has moved on, too.
+        seen = (model, started, *((wait.communicator, wait.place) for wait in waits))
         if seen != self._seen:
             self._seen, self._since = seen, now
         seconds = now - self._since
@@ -139,23 +136,22 @@ class Sampler:
                 seen.append(model.position())
             except Exception:  # it is changed at this very moment; the next look comes in a second
                 continue
-        # A script that ends has let go of its models before it says goodbye.
+        # A script that ends has released its models before its exit message is sent.
         self._last = max(seen, key=lambda each: (each.busy, each.windows), default=self._last)
         return self._last
 
     def _waits(self, now: float) -> tuple[Wait, ...]:
-        waits = []
-        for number, fate in enumerate(self._wires.fates):
-            for collective, since in fate.waits.copy().items():
-                waits.append(_wait(number, collective.place, collective.describe(), now - since))
-            oldest = None if fate.outstanding is None else fate.outstanding.oldest()
-            if oldest is not None:
-                waits.append(_wait(number, oldest[0].place, oldest[0].describe(), now - oldest[1]))
+        waits = [
+            Wait(
+                communicator=number,
+                place=each.place,
+                what=each.describe()[:MOST_LETTERS],
+                seconds=round(max(0.0, now - each.since), 1),
+            )
+            for number, state in enumerate(self._states())
+            for each in state.pending_waits()
+        ]
         return tuple(waits[:MOST_WAITS])
-
-
-def _wait(wire: int, place: int, what: str, seconds: float) -> Wait:
-    return Wait(wire=wire, place=place, what=what[:MOST_LETTERS], seconds=round(max(0.0, seconds), 1))
 
 
 def stack_of(thread: int | None = None) -> list[str]:

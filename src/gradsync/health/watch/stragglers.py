@@ -6,8 +6,8 @@ A rank is a straggler if its own work takes longer than the median of the others
 - by half of that in four of five of these windows, and
 - by more than such medians scatter in this run.
 
-It is no longer one once that is less than a twentieth. A rank that was a straggler only for a moment was
-slowed by an accident, and this machine may see more of them: from then on twice as many windows are required.
+It is no longer one once that is less than a twentieth. A rank that was a straggler only briefly was slowed by an
+accident, and this machine may see more of them: from then on twice as many windows are required.
 
 In every window some rank arrives last, waits for nobody, and still waits for communication: the least that any rank
 waits is the time communication takes. A slow link slows most collectives for all ranks alike, so that share grows on
@@ -16,21 +16,20 @@ for another.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from gradsync.health.watch.rounds import BLOCK, PaceSeries, Round, against_the_others, median
 
 __all__ = [
     "FIRST_PAUSE_SECONDS",
     "LENGTHS",
-    "MOMENT",
     "OVER",
     "SLOWER",
-    "SlowWire",
+    "CommunicationDetector",
+    "Slowdown",
     "Straggler",
-    "Stragglers",
-    "Verdict",
-    "WireVerdict",
+    "StragglerDetector",
 ]
 
 SLOWER = 0.075
@@ -39,25 +38,27 @@ OVER = 0.05
 LEAST_SECONDS = 0.5e-3
 LEAST_SHARE = 0.02
 AS_SLOW = 0.9
-# Of how many windows a look may be. The first finds what is plain within 20 windows, the others what scatters.
+# How many windows a decision may rest on. The first finds what is plain within 20 windows, the others what scatters.
 LENGTHS = (10, 20, 40, 80)
-# A rank that was a straggler for fewer windows than this multiple of a look was one only for a moment.
-MOMENT = 10
+# What lasted for fewer windows than this multiple of those it was decided on was brief.
+BRIEF = 10
 FIRST_PAUSE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A rank that needs ``own`` seconds for its part of a window, where the others need ``others``.
+    """A rank that needs ``own`` seconds for its part of a window, where the others need ``others``; with ``is_over``,
+    it was one.
 
-    The time it waits itself, ``wire``, is communication time: it waits for no other rank.
+    It waits for no other rank: the time ``communication`` that it waits itself is what communication takes.
     """
 
     member: int
     window: int
     own: float
     others: float
-    wire: float
+    communication: float
+    is_over: bool = False
 
     @property
     def slower(self) -> float:
@@ -66,137 +67,148 @@ class Straggler:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What to report now: that a rank is a straggler or, if ``is_over``, that it was one."""
+class Slowdown:
+    """Communication takes ``now`` seconds per window where it took ``before``; if that ``is_over``, no longer."""
 
-    straggler: Straggler
-    is_over: bool
-
-
-@dataclass(kw_only=True)
-class Naming:
-    """A report that named a rank: in which window, when to name it again, and how long after that."""
-
-    named: Straggler
-    since: int
-    next: float
-    pause: float = FIRST_PAUSE_SECONDS
+    window: int
+    now: float
+    before: float
+    is_over: bool = False
 
 
-class Stragglers:
+class _Patience:
+    """How many windows a decision needs at least: twice as many each time that what was found was brief."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self._lengths = lengths
+        self.windows = lengths[0]
+
+    def was_brief(self, windows: int) -> bool:
+        """What was found is over, after that many windows."""
+        is_brief = windows < BRIEF * self.windows
+        self.windows = min(self._lengths[-1], 2 * self.windows) if is_brief else self._lengths[0]
+        return is_brief
+
+
+Found = TypeVar("Found", Straggler, Slowdown)
+
+
+class _Warned(Generic[Found]):
+    """What was ``found`` and warned about, for the first time in window ``since``: again after a minute, then two, four
+    and so on.
+    """
+
+    def __init__(self, found: Found, now: float) -> None:
+        self.found: Found = found
+        self.since = found.window
+        self._pause = FIRST_PAUSE_SECONDS
+        self.due = now + self._pause
+
+    def again(self, current: Found, now: float) -> Found | None:
+        # Not of windows that were reported already: training may be over, and the process not.
+        if now < self.due or current.window <= self.found.window:
+            return None
+        self.found = current
+        self._pause *= 2
+        self.due = now + self._pause
+        return current
+
+
+class StragglerDetector:
     """The hub's view of the windows that all ranks have reported."""
 
     def __init__(self) -> None:
         self._model, self._window = 0, 0
-        # Those of whom something is new. Who stands by for long, or is gone, may be in none of the last windows.
+        # Those in the latest window. A rank without data, or gone, may be in none of the last windows.
         self._present: tuple[int, ...] = ()
-        # By what share each was slower than the others, window by window, and the last windows as they were told of.
+        # By what share each was slower than the others, window by window, and the last windows as reported.
         self._slower: dict[int, PaceSeries] = {}
         self._rounds: deque[Round] = deque(maxlen=LENGTHS[-1])
-        self._named: dict[int, Naming] = {}
-        self._shortest, self._excused = LENGTHS[0], LEAST_SECONDS
+        self._warned: dict[int, _Warned[Straggler]] = {}
+        self._patience = _Patience(LENGTHS)
+        self._excused = LEAST_SECONDS
 
-    def hear(self, told: Round) -> None:
-        if told.model != self._model:
-            self._model, self._slower, self._named, self._present = told.model, {}, {}, ()
+    def add(self, window: Round) -> None:
+        if window.model != self._model:
+            self._model, self._slower, self._warned, self._present = window.model, {}, {}, ()
             self._rounds.clear()
-        self._window = told.window
-        if len(told.own) < 2:
+        self._window = window.window
+        if len(window.own) < 2:
             return
-        self._rounds.append(told)
-        self._present = tuple(told.own)
-        for member, others in against_the_others(told.own).items():
+        self._rounds.append(window)
+        self._present = tuple(window.own)
+        for member, others in against_the_others(window.own).items():
             if member not in self._slower:
                 self._slower[member] = PaceSeries()
-            self._slower[member].add(told.own[member] / others - 1)
+            self._slower[member].add(window.own[member] / others - 1)
 
-    def look(self, now: float, *, excused: float = 0.0) -> list[Verdict]:
-        """What is new, or is to be said again: after a minute, two, four and so on.
+    def warnings(self, now: float, *, excused: float = 0.0) -> list[Straggler]:
+        """What is new, or due again.
 
-        Nobody is named for so many seconds as are ``excused``: the wire takes them more than it did, and collectives
-        that gradsync does not know of, which count as a rank's own work, may take them as well.
+        No rank is named for up to ``excused`` seconds: communication takes that much more than it did, and collectives
+        that gradsync does not know of, which count as a rank's own work, may take that, too.
         """
-        verdicts = []
         self._excused = max(LEAST_SECONDS, excused)
-        for member in self._present:
-            naming, slower = self._named.get(member), self._slower[member]
-            verdict = self._detector(member, slower, now) if naming is None else self._again(naming, slower, now)
-            if verdict is not None:
-                verdicts.append(verdict)
+        found = [
+            self._again(member, now) if member in self._warned else self._find(member, now) for member in self._present
+        ]
         self._present = ()
-        return verdicts
+        return [each for each in found if each is not None]
 
-    def _detector(self, member: int, slower: PaceSeries, now: float) -> Verdict | None:
+    def _find(self, member: int, now: float) -> Straggler | None:
+        slower = self._slower[member]
         if not slower.is_high(SLOWER / 2):
             return None
         for count in LENGTHS:
-            if count >= self._shortest and slower.stands_out(count, least=SLOWER):
+            if count >= self._patience.windows and slower.stands_out(count, least=SLOWER):
                 found = self._straggler(member, count)
                 if self._matters(found, count):
-                    self._named[member] = Naming(named=found, since=self._window, next=now + FIRST_PAUSE_SECONDS)
-                    return Verdict(straggler=found, is_over=False)
+                    self._warned[member] = _Warned(found, now)
+                    return found
         return None
 
     def _matters(self, found: Straggler, count: int) -> bool:
         excess = found.own - found.others
         slowest = max(self._straggler(member, count).own for member in self._present)
         # Nobody waits for one that is slow itself where another one is much slower.
-        least = max(self._excused, LEAST_SHARE * (found.own + found.wire))
+        least = max(self._excused, LEAST_SHARE * (found.own + found.communication))
         return excess >= least and found.own >= AS_SLOW * slowest
 
     def _straggler(self, member: int, count: int) -> Straggler:
         """As it was over its last ``count`` windows."""
-        rounds = [told for told in self._rounds if member in told.own][-count:]
+        rounds = [each for each in self._rounds if member in each.own][-count:]
         return Straggler(
             member=member,
             window=self._window,
-            own=median([told.own[member] for told in rounds]),
-            others=median([against_the_others(told.own)[member] for told in rounds]),
-            wire=median([told.waited[member] for told in rounds]),
+            own=median([each.own[member] for each in rounds]),
+            others=median([against_the_others(each.own)[member] for each in rounds]),
+            communication=median([each.waited[member] for each in rounds]),
         )
 
-    def _again(self, naming: Naming, slower: PaceSeries, now: float) -> Verdict | None:
-        named = naming.named
-        is_over = median(slower.last(self._shortest)) < min(OVER, named.slower / 2)
-        if not is_over and now < naming.next:
+    def _again(self, member: int, now: float) -> Straggler | None:
+        warned, slower = self._warned[member], self._slower[member]
+        is_over = median(slower.last(self._patience.windows)) < min(OVER, warned.found.slower / 2)
+        if not is_over and now < warned.due:
             return None
-        current = self._straggler(named.member, self._shortest)
-        if is_over:
-            del self._named[named.member]
-            was_a_moment = self._window - naming.since < MOMENT * self._shortest
-            self._shortest = min(LENGTHS[-1], 2 * self._shortest) if was_a_moment else LENGTHS[0]
-            if not was_a_moment:
-                # It was slow, and did not scatter: no measure for what comes.
-                del self._slower[named.member]
-            return Verdict(straggler=current, is_over=True)
-        # Nor is it said again of windows that were spoken of: training may be over, and the process not.
-        if current.window <= named.window:
-            return None
-        naming.named = current
-        naming.pause *= 2
-        naming.next = now + naming.pause
-        return Verdict(straggler=current, is_over=False)
+        current = self._straggler(member, self._patience.windows)
+        if not is_over:
+            return warned.again(current, now)
+        del self._warned[member]
+        if not self._patience.was_brief(self._window - warned.since):
+            # It was slow, and did not scatter: no measure for what comes.
+            del self._slower[member]
+        return replace(current, is_over=True)
 
 
-# By how much of what it took the wire must take longer, and how much of a window that must be.
+# By how much of what it took communication must take longer, and how much of a window that must be.
 GROWTH, SHARE = 0.5, 0.10
 MUCH = 0.25
-WIRE_LENGTHS = (10, 20, 40)
+COMMUNICATION_LENGTHS = (10, 20, 40)
 # Before there is a past to compare with.
 LEAST_HISTORY = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class WireVerdict:
-    """Communication takes ``now`` seconds per window where it took ``before``; if that ``is_over``, no longer."""
-
-    window: int
-    now: float
-    before: float
-    is_over: bool
-
-
-class SlowWire:
+class CommunicationDetector:
     """The hub's view of communication time, from the windows that all ranks have reported."""
 
     def __init__(self) -> None:
@@ -204,83 +216,73 @@ class SlowWire:
         self._restart()
 
     def _restart(self) -> None:
-        self._wire, self._wall = PaceSeries(), PaceSeries()
+        self._times, self._windows = PaceSeries(), PaceSeries()
         self._past: list[float] = []
         # What it takes as a rule, as of some windows ago.
-        self._usual, self._until_known = 0.0, LEAST_HISTORY + WIRE_LENGTHS[0]
-        self._named: WireVerdict | None = None
-        self._next, self._pause = 0.0, FIRST_PAUSE_SECONDS
-        # As of stragglers: what was slow for a moment only makes patient.
-        self._since, self._shortest = 0, WIRE_LENGTHS[0]
+        self._usual, self._until_known = 0.0, LEAST_HISTORY + COMMUNICATION_LENGTHS[0]
+        self._warned: _Warned[Slowdown] | None = None
+        self._patience = _Patience(COMMUNICATION_LENGTHS)
 
-    def hear(self, told: Round) -> None:
-        if told.model != self._model:
-            self._model = told.model
+    def add(self, window: Round) -> None:
+        if window.model != self._model:
+            self._model = window.model
             self._restart()
-        self._window = told.window
-        # One that stands by waits for nothing else, and one that nobody knows of may have come last.
-        if told.is_whole and told.own:
+        self._window = window.window
+        # A rank without data waits for nothing else, and one that is missing may have come last.
+        if window.is_whole and window.own:
             self._until_known -= 1
-            self._wire.add(min(told.waited.values()))
-            self._wall.add(max(own + told.waited[member] for member, own in told.own.items()))
+            self._times.add(min(window.waited.values()))
+            self._windows.add(max(own + window.waited[member] for member, own in window.own.items()))
 
     @property
     def is_much(self) -> bool | None:
-        """Whether windows are spent waiting for it, to a good part; None while nobody knows."""
-        if len(self._wire) < WIRE_LENGTHS[0]:
+        """Whether it takes a good part of the windows; None while that is unknown."""
+        if len(self._times) < COMMUNICATION_LENGTHS[0]:
             return None
-        return median(self._wire.last(WIRE_LENGTHS[0])) >= MUCH * median(self._wall.last(WIRE_LENGTHS[0]))
+        count = COMMUNICATION_LENGTHS[0]
+        return median(self._times.last(count)) >= MUCH * median(self._windows.last(count))
 
     @property
     def rise(self) -> float:
-        """How many seconds a window it takes more now than it did, whether that was said already or not."""
-        if self._named is not None:
-            return max(0.0, median(self._wire.last(BLOCK)) - self._named.before)
-        if not self._usual or not self._wire.is_high((1 + GROWTH / 2) * self._usual):
+        """How many seconds per window it takes more now than it did, whether there was a warning or not."""
+        if self._warned is not None:
+            return max(0.0, median(self._times.last(BLOCK)) - self._warned.found.before)
+        if not self._usual or not self._times.is_high((1 + GROWTH / 2) * self._usual):
             return 0.0
-        return max(0.0, median(self._wire.last(BLOCK)) - self._usual)
+        return max(0.0, median(self._times.last(BLOCK)) - self._usual)
 
-    def look(self, now: float) -> WireVerdict | None:
-        """What is new, or is to be said again: after a minute, two, four and so on."""
-        if self._named is not None:
-            return self._again(self._named, now)
+    def warning(self, now: float) -> Slowdown | None:
+        """What is new, or due again."""
+        if self._warned is not None:
+            return self._again(self._warned, now)
         if self._until_known <= 0:
-            self._usual, self._until_known = median(self._wire.before(WIRE_LENGTHS[0])), LEAST_HISTORY
-        if not self._wire.is_high((1 + GROWTH / 2) * self._usual):
+            self._usual, self._until_known = median(self._times.before(COMMUNICATION_LENGTHS[0])), LEAST_HISTORY
+        if not self._times.is_high((1 + GROWTH / 2) * self._usual):
             return None
-        for count in WIRE_LENGTHS:
-            past = self._wire.before(count)
+        for count in COMMUNICATION_LENGTHS:
+            past = self._times.before(count)
             if len(past) < LEAST_HISTORY:
                 return None
-            if count < self._shortest:
+            if count < self._patience.windows:
                 continue
             before = median(past)
-            if self._wire.stands_out(count, least=self._least(before, count), above=before):
-                self._past, self._since = past, self._window
-                self._named = self._verdict(count, before, is_over=False)
-                self._pause = FIRST_PAUSE_SECONDS
-                self._next = now + self._pause
-                return self._named
+            least = max(GROWTH * before, SHARE * median(self._windows.before(count)), LEAST_SECONDS)
+            if self._times.stands_out(count, least=least, above=before):
+                self._past, found = past, self._slowdown(count, before)
+                self._warned = _Warned(found, now)
+                return found
         return None
 
-    def _least(self, before: float, count: int) -> float:
-        return max(GROWTH * before, SHARE * median(self._wall.before(count)), LEAST_SECONDS)
+    def _slowdown(self, count: int, before: float) -> Slowdown:
+        return Slowdown(window=self._window, now=median(self._times.last(count)), before=before)
 
-    def _verdict(self, count: int, before: float, *, is_over: bool) -> WireVerdict:
-        return WireVerdict(window=self._window, now=median(self._wire.last(count)), before=before, is_over=is_over)
-
-    def _again(self, named: WireVerdict, now: float) -> WireVerdict | None:
-        current = self._verdict(WIRE_LENGTHS[0], named.before, is_over=False)
-        if current.now - named.before < (named.now - named.before) / 3:
-            self._named = None
-            was_a_moment = self._window - self._since < MOMENT * self._shortest
-            self._shortest = min(WIRE_LENGTHS[-1], 2 * self._shortest) if was_a_moment else WIRE_LENGTHS[0]
-            # The slow windows are no past to compare with.
-            self._wire = PaceSeries([*self._past, *self._wire.last(WIRE_LENGTHS[0])])
-            return self._verdict(WIRE_LENGTHS[0], named.before, is_over=True)
-        if now < self._next or current.window <= named.window:
-            return None
-        self._named = current
-        self._pause *= 2
-        self._next = now + self._pause
-        return current
+    def _again(self, warned: _Warned[Slowdown], now: float) -> Slowdown | None:
+        before, count = warned.found.before, COMMUNICATION_LENGTHS[0]
+        current = self._slowdown(count, before)
+        if current.now - before >= (warned.found.now - before) / 3:
+            return warned.again(current, now)
+        self._warned = None
+        self._patience.was_brief(self._window - warned.since)
+        # The slow windows are no past to compare with.
+        self._times = PaceSeries([*self._past, *self._times.last(count)])
+        return replace(current, is_over=True)

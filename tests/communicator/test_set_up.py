@@ -265,12 +265,12 @@ def test_setting_up_has_as_much_time_as_the_group() -> None:
 
 
 let_in = threading.Lock()
-welcome = Rendezvous._welcome
+accept = Rendezvous._accept
 
 
-def welcome_later(rendezvous: Rendezvous, listener: socket.socket) -> None:
+def accept_later(rendezvous: Rendezvous, listener: socket.socket) -> None:
     with let_in:
-        welcome(rendezvous, listener)
+        accept(rendezvous, listener)
 
 
 def call_on(name: bytes, say: Callable[[bytes], bytes], *, user: int | None = None) -> socket.socket:
@@ -323,7 +323,7 @@ def meet_among_strangers() -> list[str]:
     group = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         if group.rank == 0:
-            patch.setattr(Rendezvous, "_welcome", welcome_later)
+            patch.setattr(Rendezvous, "_accept", accept_later)
             patch.setattr(shared_heap, "Rendezvous", listen_to_strangers)
         wire = SharedMemoryCommunicator(group)
     assert sums_up(wire)
@@ -346,7 +346,7 @@ def meet_behind_a_full_queue() -> bool:
 
     def listen_to_many(*args: Any) -> Rendezvous:
         with pytest.MonkeyPatch.context() as slow:
-            slow.setattr(Rendezvous, "_welcome", lambda *_: time.sleep(0.01))
+            slow.setattr(Rendezvous, "_accept", lambda *_: time.sleep(0.01))
             rendezvous = Rendezvous(*args)
             with contextlib.suppress(BlockingIOError):
                 while len(callers) < 100:

@@ -159,13 +159,13 @@ def lose_while_waiting(name: str) -> tuple[str, str]:
         said = said_by(handle.wait)
         timer.join()
         started = said_by(lambda: wire.all_reduce(torch.ones(1)))
-        assert not wire.fate.waits
+        assert not wire.state.waits
     dist.barrier()
     return said, started
 
 
 @wires_and_hosts
-def test_a_wire_that_is_lost_raises_the_story_it_was_given(name: str) -> None:
+def test_a_wire_that_is_lost_raises_the_message_it_was_given(name: str) -> None:
     (said, started), _ = pool_of(2).run(lose_while_waiting, name)
     # Communicators in turn pass on what the one that had the turn says.
     assert said.endswith("rank 1 is gone")
@@ -173,17 +173,17 @@ def test_a_wire_that_is_lost_raises_the_story_it_was_given(name: str) -> None:
     assert name == "round-robin" or said == started == "rank 1 is gone"
 
 
-def attest(name: str) -> tuple[str, str, int]:
-    """Rank 0 has a witness, which is asked once, when the wire fails for the first time."""
+def complete(name: str) -> tuple[str, str, int]:
+    """Rank 0 completes the message of a failure: it is asked once, when the wire fails for the first time."""
     wire = wire_to_break(name)
     assert isinstance(wire, BaseCommunicator)
     asked: list[str] = []
 
-    def witness(story: str) -> str:
-        asked.append(story)
-        return f"rank 1 was killed. {story}"
+    def complete_message(message: str) -> str:
+        asked.append(message)
+        return f"rank 1 was killed. {message}"
 
-    wire.fate.witness = witness if wire.rank == 0 else None
+    wire.state.complete_message = complete_message if wire.rank == 0 else None
     said = started = ""
     if wire.rank == 0:
         said = said_by(wire.all_reduce(torch.ones(3)).wait)
@@ -195,8 +195,8 @@ def attest(name: str) -> tuple[str, str, int]:
 
 
 @wires_and_hosts
-def test_a_witness_completes_the_story_of_a_failure(name: str) -> None:
-    (said, started, asked), _ = pool_of(2).run(attest, name)
+def test_the_message_of_a_failure_is_completed_once(name: str) -> None:
+    (said, started, asked), _ = pool_of(2).run(complete, name)
     assert said.startswith("rank 1 was killed. ")
     assert said == started
     assert "the disk is full" in said
@@ -305,7 +305,7 @@ def test_a_stage_cannot_wait_for_what_comes_after_it(name: str) -> None:
 # -- communicators over one group, and threads ------------------------------------------------------------------------
 
 
-def share_a_fate() -> list[str]:
+def share_a_failure() -> list[str]:
     """What is out of step is the group, not the object that says so."""
     from gradsync.communicator import PeerExchangeCommunicator, ProcessGroupCommunicator
 
@@ -318,7 +318,7 @@ def share_a_fate() -> list[str]:
 
 
 def test_communicators_over_one_group_fail_together() -> None:
-    for rank, said in enumerate(pool_of(2).run(share_a_fate)):
+    for rank, said in enumerate(pool_of(2).run(share_a_failure)):
         assert said == [f"rank {rank} has given its communicator up: no more"] * 2
 
 
