@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from gradsync import Accelerator
 from gradsync.errors import ConfigurationError
+from gradsync.observe.recording import Recorder
 from gradsync.tools.cli.main import main
 from gradsync.tools.llm.run import run as run_here
 from gradsync.tools.llm.run_folder import read_metrics
@@ -73,11 +75,16 @@ def settings_for(folder: Path, text: Path, **changes: Any) -> TrainSettings:
     )
 
 
+def trainer_of(settings: TrainSettings) -> tuple[Trainer, Accelerator]:
+    recorder = Recorder()
+    accelerator = make_accelerator(settings, recorder, cpu=True)
+    return Trainer(settings, accelerator, recorder, prepare_tokens(settings.data)), accelerator
+
+
 def train(settings: TrainSettings) -> tuple[list[tuple[float, float]], list[torch.Tensor], float]:
     """A run on the ranks of the caller; losses are those of rank 0."""
     torch.set_num_threads(1)
-    accelerator, timeline = make_accelerator(settings, cpu=True)
-    trainer = Trainer(settings, accelerator, timeline, prepare_tokens(settings.data))
+    trainer, accelerator = trainer_of(settings)
     losses = Losses()
     outcome = trainer.run(losses)
     assert outcome.proof.equal, outcome.proof
@@ -135,8 +142,8 @@ class Saves(Losses):
 
 
 def train_and_save(settings: TrainSettings) -> list[tuple[int, int]]:
-    accelerator, timeline = make_accelerator(settings, cpu=True)
-    trainer, saves = Trainer(settings, accelerator, timeline, prepare_tokens(settings.data)), Saves()
+    trainer, accelerator = trainer_of(settings)
+    saves = Saves()
     trainer.run(saves)
     accelerator.free_memory()
     return saves.heard
@@ -200,8 +207,7 @@ def test_local_steps_end_in_one_model_and_go_on(tmp_path: Path, text: Path) -> N
 
 def train_until(settings: TrainSettings, step: int) -> None:
     """Runs into a wall after `step` steps; the checkpoint of that step has been written."""
-    accelerator, timeline = make_accelerator(settings, cpu=True)
-    trainer = Trainer(settings, accelerator, timeline, prepare_tokens(settings.data))
+    trainer, accelerator = trainer_of(settings)
     ordinary = trainer._train_step
 
     def limited(*arguments: Any) -> Any:
@@ -331,8 +337,7 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path, text: Path, uninterrupted
 
 
 def loaded_step(settings: TrainSettings) -> tuple[int, list[str]]:
-    accelerator, timeline = make_accelerator(settings, cpu=True)
-    trainer = Trainer(settings, accelerator, timeline, prepare_tokens(settings.data))
+    trainer, accelerator = trainer_of(settings)
     accelerator.free_memory()
     return trainer.step, trainer.notes
 

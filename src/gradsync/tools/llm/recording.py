@@ -17,7 +17,6 @@ from gradsync.health.watch import straggling
 from gradsync.observe.charts.numbers import count
 from gradsync.observe.explain import Explanation
 from gradsync.observe.explain.explanation import NAMES, gained
-from gradsync.observe.timeline import StepTimes
 from gradsync.tools.llm.report import write_report
 from gradsync.tools.llm.run_folder import RunFolder
 from gradsync.tools.llm.step_records import PHASES, StepRecord
@@ -39,7 +38,6 @@ class RunRecorder(Listener):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._folder = folder
-        self._timeline_due = 1
         self._noted = 0
         self._console = console if console is not None else Console()
         self._progress = Progress(
@@ -67,7 +65,6 @@ class RunRecorder(Listener):
     # -- what the trainer tells --------------------------------------------------------------------------------
 
     def began(self, trainer: Trainer, notes: list[str]) -> None:
-        self._timeline_due = trainer.step + 3
         self._folder.rewind(trainer.step)
         self._folder.write_config(_config(trainer))
         settings, accelerator, plan = trainer.settings, trainer.accelerator, trainer.plan
@@ -88,12 +85,7 @@ class RunRecorder(Listener):
         self._progress.reset(self._task, total=self._total, completed=trainer.step)
 
     def stepped(self, record: StepRecord) -> None:
-        fields = {name: value for name, value in vars(record).items() if name != "timeline"}
-        self._folder.append({"kind": "step", **fields})
-        if record.timeline is not None and record.step >= self._timeline_due:
-            # A few over the run, more and more apart: the last one is the one the report draws.
-            self._timeline_due = 2 * record.step
-            self._folder.append({"kind": "timeline", "step": record.step, **_buckets(record.timeline)})
+        self._folder.append({"kind": "step", **vars(record)})
         self._note_what_is_slow(record.step)
         self._seconds.update(record.seconds)
         self._speeds.append(record.tokens_per_second)
@@ -234,26 +226,6 @@ def _config(trainer: Trainer) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-    }
-
-
-def _buckets(step: StepTimes) -> dict[str, Any]:
-    return {
-        "backward": [0.0, step.backward_end],
-        "buckets": [
-            {
-                "bucket": times.index,
-                "ready": times.ready,
-                "start": times.start,
-                "finish": times.finish if times.reduced is None else times.reduced,
-                "bytes": times.nbytes,
-            }
-            for times in step.buckets
-        ],
-        "gathers": [
-            {"bucket": gather.index, "start": gather.start, "finish": gather.end, "bytes": gather.nbytes}
-            for gather in step.gathers
-        ],
     }
 
 

@@ -17,7 +17,6 @@ from gradsync.observe.recording.files import file_name, lines_of, write_lines
 from gradsync.tools.llm.recording import RunRecorder
 from gradsync.tools.llm.run_folder import SUMMARY, RunFolder, read_json
 from gradsync.tools.llm.settings import TrainSettings
-from gradsync.tools.llm.step_records import StepRecords
 from gradsync.tools.llm.tokens import TokenFile, prepare_tokens
 from gradsync.tools.llm.trainer import Interruption, Listener, Trainer, TrainingOutcome, make_accelerator
 
@@ -32,7 +31,7 @@ SENT = 100
 def run(settings: TrainSettings, *, cpu: bool = False) -> TrainingOutcome:
     """Train on this rank. Rank 0 shows and records; all ranks return the same outcome."""
     recorder = Recorder(settings.run_folder / RECORDING)
-    accelerator, timeline = make_accelerator(settings, cpu=cpu, recorder=recorder)
+    accelerator = make_accelerator(settings, recorder, cpu=cpu)
     try:
         # Rank 0 may have to build the token file; the others find it there.
         _on_main(accelerator, lambda: prepare_tokens(settings.data, tokenizer=settings.tokenizer))
@@ -43,7 +42,7 @@ def run(settings: TrainSettings, *, cpu: bool = False) -> TrainingOutcome:
         )
         # What an earlier life of the run has recorded may be of other ranks.
         _on_main(accelerator, lambda: shutil.rmtree(settings.run_folder / RECORDING, ignore_errors=True))
-        trainer = Trainer(settings, accelerator, timeline, tokens)
+        trainer = Trainer(settings, accelerator, recorder, tokens)
         recording = None if folder is None else RunRecorder(folder)
         outcome = trainer.run(recording)
         recorder.close()
@@ -146,13 +145,11 @@ class ElasticTrainer(Trainer):
         self.wire = str(self.accelerator.models.attachment_of(self.model).transport)
         self.deal()
         self.saving.open()
-        # What the wire still owed of the steps before is lost with it.
-        self.phases.take()
         if self.accelerator.is_main_process:
             self._record(generation)
         else:
             self._hand_over()
-        self._records = StepRecords(self.phases, self._listener.stepped)
+        self._records = self._new_records()
         if self._ranks_before:
             before, now = self._ranks_before, len(generation.members)
             self._listener.noted(self.step, f"{now} ranks go on, after {before} (generation {generation.number})")
@@ -188,10 +185,11 @@ class ElasticTrainer(Trainer):
 def run_elastic(settings: TrainSettings, *, cpu: bool = False, elastic: Elastic | None = None) -> TrainingOutcome:
     """Train on this rank, with others that come and go."""
     chosen = elastic or Elastic(min_ranks=settings.min_ranks)
-    accelerator, timeline = make_accelerator(settings, cpu=cpu, elastic=chosen)
+    recorder = Recorder()
+    accelerator = make_accelerator(settings, recorder, cpu=cpu, elastic=chosen)
     try:
         # Every rank by itself: who comes later must not wait for who is training, and the file gets its name complete.
         tokens: TokenFile = prepare_tokens(settings.data, tokenizer=settings.tokenizer)
-        return ElasticTrainer(settings, accelerator, timeline, tokens).run()
+        return ElasticTrainer(settings, accelerator, recorder, tokens).run()
     finally:
         accelerator.elastic.close()

@@ -31,7 +31,7 @@ from gradsync.tools.llm.text_sources import import_extra
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "Run", "RunFolder", "read_json", "read_metrics", "read_run", "write_whole"]
 
 CONFIG, METRICS, SUMMARY, EVENTS = "config.json", "metrics.jsonl", "summary.json", "tensorboard"
-KINDS = ("step", "validation", "timeline", "note")
+KINDS = ("step", "validation", "note")
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -110,7 +110,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             self.note(self._last_step, f"resumed with another configuration: {changes}")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Adds one line. ``record`` has a ``kind`` (step, validation, timeline or note) and a ``step``."""
+        """Adds one line. ``record`` has a ``kind`` (step, validation or note) and a ``step``."""
         kind, step = record.get("kind"), record.get("step")
         if kind not in KINDS or not isinstance(step, int):
             raise ConfigurationError(
@@ -177,7 +177,6 @@ class Run:
     finished: bool
     steps: list[dict[str, Any]]
     validations: list[dict[str, Any]]
-    timelines: list[dict[str, Any]]
     notes: list[dict[str, Any]]
 
     @property
@@ -215,7 +214,6 @@ def read_run(folder: Path) -> Run:
         finished=summary is not None,
         steps=sorted(kinds["step"], key=lambda record: int(record["step"])),
         validations=sorted(kinds["validation"], key=lambda record: int(record["step"])),
-        timelines=[record for record in kinds["timeline"] if record.get("buckets")],
         notes=kinds["note"],
     )
 

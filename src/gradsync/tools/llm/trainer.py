@@ -22,15 +22,13 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, Loaded
 from gradsync.communicator import Communicator
 from gradsync.core.engine import ReplicaCheck, SyncPolicy
-from gradsync.core.engine.observer import Observers
 from gradsync.core.reduction import reduction_by_name
 from gradsync.health.elastic import Elastic
 from gradsync.observe.recording import Recorder, loading
-from gradsync.observe.timeline import Timeline
 from gradsync.optim.local_steps import LocalSteps
 from gradsync.tools.llm.model import build_model, count_targets, loss_of
 from gradsync.tools.llm.settings import TrainSettings, option_of
-from gradsync.tools.llm.step_records import GPU_STEPS_A_RECORD, Heartbeat, PhaseTimes, Pulse, StepRecord, StepRecords
+from gradsync.tools.llm.step_records import Heartbeat, Pulse, StepRecord, StepRecords
 from gradsync.tools.llm.tokens import Batches, BatchPlan, MicroBatch, TokenFile, validation_batches
 
 __all__ = ["Listener", "ReplicaProof", "Trainer", "TrainingOutcome", "make_accelerator"]
@@ -95,7 +93,7 @@ class Trainer:
     """One run on this rank. Collective from beginning to end."""
 
     def __init__(
-        self, settings: TrainSettings, accelerator: Accelerator, timeline: Timeline, tokens: TokenFile
+        self, settings: TrainSettings, accelerator: Accelerator, recorder: Recorder, tokens: TokenFile
     ) -> None:
         self.settings = settings
         self.accelerator = accelerator
@@ -133,7 +131,7 @@ class Trainer:
             accelerator.register_for_checkpointing(self._local)
             self.wire += f"; parameters take it, after every {settings.local_steps} steps"
         self.step = self.saving.restore()
-        self.phases = PhaseTimes(accelerator.device, timeline)
+        self._recorder = recorder
         self._listener = Listener()
         self._validation_loss: float | None = None
 
@@ -168,9 +166,13 @@ class Trainer:
         proof = compare_replicas(self.plain_model, self.accelerator.world.communicator)
         return TrainingOutcome(step=self.step, signal=signal, proof=proof, validation_loss=self._validation_loss)
 
+    def _new_records(self) -> StepRecords:
+        on_gpu = self.accelerator.device.type == "cuda"
+        return StepRecords(self._recorder, self._listener.stepped, on_gpu=on_gpu)
+
     def _train(self) -> int:
         """All steps. Returns the signal that has ended them, or 0."""
-        records, signal = StepRecords(self.phases, self._listener.stepped), 0
+        records, signal = self._new_records(), 0
         with Interruption() as interruption:
             while self.step < self.total_steps and not signal:
                 pulse = self._train_step(interruption.signal, records)
@@ -185,26 +187,23 @@ class Trainer:
         return signal
 
     def _train_step(self, signal: int, records: StepRecords) -> Pulse | None:
-        phase = self.phases.phase
         began = time.perf_counter()
-        with phase("data"), loading():
+        with loading():
             batches = [self._placed(batch) for batch in self.batches.window(self.step)]
         total: torch.Tensor | float = 0.0
         tokens = 0
         for inputs, targets in self.accelerator.window(batches, self.model):
-            with phase("forward"), self.accelerator.autocast():
+            with self.accelerator.autocast():
                 loss = loss_of(self.model(inputs), targets)
             count = count_targets(targets)
-            with phase("backward"):
-                self.accelerator.backward(loss, weight=count)
+            self.accelerator.backward(loss, weight=count)
             total = total + loss.detach().double() * count
             tokens += count
-        with phase("update"):
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-            rate = self.optimizer.param_groups[0]["lr"]
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
         self.step += 1
         pulse = self._heartbeat.beat(total, tokens, signal)
         records.add(self.step, norm, rate, time.perf_counter() - began)
@@ -268,18 +267,17 @@ def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaPro
 
 
 def make_accelerator(
-    settings: TrainSettings, *, cpu: bool = False, recorder: Recorder | None = None, elastic: Elastic | None = None
-) -> tuple[Accelerator, Timeline]:
-    """An accelerator for the run, and the timeline that observes its synchronizations, as the recorder does."""
-    timeline = Timeline(keep=4 * GPU_STEPS_A_RECORD)
+    settings: TrainSettings, recorder: Recorder, *, cpu: bool = False, elastic: Elastic | None = None
+) -> Accelerator:
+    """An accelerator for the run, whose steps are recorded."""
     policy = SyncPolicy(
         bucket_cap_mb=settings.bucket_mb,
         reduction=reduction_by_name(settings.reduction if settings.local_steps is None else "mean"),
-        observer=timeline if recorder is None else Observers(timeline, recorder),
+        observer=recorder,
         on_bad_step=settings.on_bad_step,
         replica_check=None if settings.replica_check is None else ReplicaCheck(every=settings.replica_check),
     )
-    accelerator = Accelerator(
+    return Accelerator(
         mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",
         cpu=cpu,
         shard_optimizer=settings.shard_optimizer,
@@ -289,7 +287,6 @@ def make_accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(scheduler_steps="once"),
         kwargs_handlers=[DistributedDataParallelKwargs(policy=policy)],
     )
-    return accelerator, timeline
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
