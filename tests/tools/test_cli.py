@@ -125,12 +125,6 @@ def test_a_command_that_cannot_be_imported_says_so_and_leaves_the_others(
         main.app.registered_commands.pop()
 
 
-def test_a_command_without_a_module_is_left_out() -> None:
-    before = len(main.app.registered_commands)
-    main._register("no_such_module")
-    assert len(main.app.registered_commands) == before
-
-
 def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False)
 

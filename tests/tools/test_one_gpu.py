@@ -20,7 +20,7 @@ from gradsync.errors import ConfigurationError
 from gradsync.lab import SharedGpuPlan
 from gradsync.observe.recording import find_recordings
 from gradsync.tools.cli import main
-from gradsync.tools.cli.options import GpuChoice
+from gradsync.tools.cli.launching import GpuChoice
 from gradsync.tools.doctor.checks import MIB, Status
 from gradsync.tools.doctor.network import measured
 

@@ -13,7 +13,7 @@ import typer
 
 from gradsync.errors import ConfigurationError
 from gradsync.tools.cli import main
-from gradsync.tools.cli.options import OPTION, refusing
+from gradsync.tools.cli.failure_message import OPTION, refusing
 
 pytestmark = pytest.mark.timeout(120)
 

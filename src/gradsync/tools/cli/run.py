@@ -17,9 +17,8 @@ from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError, PeerFailedError
 from gradsync.observe.explain import explain_recordings
 from gradsync.observe.recording import find_recordings, read_models
-from gradsync.tools.cli.failure_message import FAILED, last_words_of, write_last_words
-from gradsync.tools.cli.launching import inside_a_launch, run_ranks_of
-from gradsync.tools.cli.options import MPS_HELP, ONE_GPU_HELP, GpuChoice
+from gradsync.tools.cli.failure_message import FAILED, exit_record_of, write_exit_record
+from gradsync.tools.cli.launching import MPS_HELP, ONE_GPU_HELP, GpuChoice, inside_a_launch, run_ranks_of
 from gradsync.tools.run.account import Account, find_accounts, read_account, tell
 from gradsync.tools.run.script import UserScript, all_accounts, common_folder, end_rank, run_rank, traceback_of
 
@@ -60,7 +59,7 @@ def run(
         # Who started this rank speaks at the end.
         shown: list[bool] = []
         ended = run_rank(
-            script, keep=keep, folder=accounts, on_end=lambda error: shown.append(_tell_the_launcher(error))
+            script, keep=keep, folder=accounts, on_end=lambda error: shown.append(_report_to_launcher(error))
         )[1]
         if isinstance(ended, Exception) and any(shown):
             raise typer.Exit(FAILED)
@@ -91,19 +90,19 @@ def run(
     raise typer.Exit(code)
 
 
-def _tell_the_launcher(ended: BaseException | None) -> bool:
+def _report_to_launcher(ended: BaseException | None) -> bool:
     """Returns whether it shows how the script ended: the error of the rank that failed first, and a line for each
     other one."""
     at, is_printed = time.time(), _prints_its_errors()
     if not isinstance(ended, Exception):
         # Python itself shows what is neither an error nor an exit: KeyboardInterrupt, asyncio.CancelledError.
         is_printed |= not (ended is None or isinstance(ended, SystemExit))
-        return write_last_words(last_words_of(ended, at=at, is_printed=is_printed))
+        return write_exit_record(exit_record_of(ended, at=at, is_printed=is_printed))
     # Where a script was when another rank failed says nothing of why.
     has_trace = not isinstance(ended, PeerFailedError)
     trace = traceback.format_exception(ended.with_traceback(traceback_of(ended))) if has_trace else []
-    words = last_words_of(ended, at=at, trace="".join(trace), is_printed=is_printed)
-    return write_last_words(replace(words, code=FAILED)) and not is_printed
+    record = exit_record_of(ended, at=at, trace="".join(trace), is_printed=is_printed)
+    return write_exit_record(replace(record, code=FAILED)) and not is_printed
 
 
 def _prints_its_errors() -> bool:

@@ -54,7 +54,7 @@ class RunRecorder(Listener):
         self._task = self._progress.add_task("", start=False, loss="…", speed="", lost="")
         self._line_due = 0.0
         self._total = self._first = 0
-        self._wire = ""
+        self._transport = ""
         self._seconds: Counter[str] = Counter()
         self._smoothed_loss: float | None = None
         self._first_loss: float | None = None
@@ -62,7 +62,7 @@ class RunRecorder(Listener):
         self._speeds: list[float] = []
         self._began = time.perf_counter()
 
-    # -- what the trainer tells --------------------------------------------------------------------------------
+    # -- callbacks of the trainer -------------------------------------------------------------------------------
 
     def began(self, trainer: Trainer, notes: list[str]) -> None:
         self._folder.rewind(trainer.step)
@@ -79,7 +79,7 @@ class RunRecorder(Listener):
             self._folder.note(trainer.step, note)
             self._console.print(f"  {note}", highlight=False, style="yellow")
         self._total, self._first = trainer.total_steps, trainer.step
-        self._wire = trainer.wire
+        self._transport = trainer.transport
         self._began = time.perf_counter()
         self._progress.start()
         self._progress.reset(self._task, total=self._total, completed=trainer.step)
@@ -138,7 +138,7 @@ class RunRecorder(Listener):
         self._folder.write_summary(self._summary(outcome, explanation))
         self._folder.close()
         try:
-            # Whoever asks for an end wants it now; charts take seconds.
+            # A stopped run ends now; charts take seconds.
             report = _later(self._folder.path) if outcome.signal else str(write_report(self._folder.path))
         except ConfigurationError as error:
             # The run is over, and all of it is on disk: nothing is lost that a page written later would not show.
@@ -196,7 +196,7 @@ class RunRecorder(Listener):
         if explanation is not None and explanation.advice:
             best = explanation.advice[0]
             rows["first advice"] = escape(f"{gained(best)}: {best.cause} → {best.change}")
-        rows["wire"] = self._wire
+        rows["wire"] = self._transport
         style = "green" if outcome.proof.equal else "bold red"
         rows["replicas"] = f"[{style}]{outcome.proof}[/{style}]"
         rows["report"] = escape(report)
@@ -222,7 +222,7 @@ def _config(trainer: Trainer) -> dict[str, Any]:
         "total_steps": trainer.total_steps,
         "parameters": trainer.plain_model.parameter_count,
         "data_description": trainer.data_description,
-        "wire": trainer.wire,
+        "wire": trainer.transport,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),

@@ -67,7 +67,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
 
 @dataclass(kw_only=True)
 class Chart:
-    """A drawing, what it says by places along x, and the facts of which the sentence below it is made.
+    """A drawing, what is read out at places along x, and the facts for the sentence below it.
 
     ``draw`` returns how many outliers lie beyond it. ``svgs`` are its pictures by width, once it is drawn.
     """
@@ -79,7 +79,7 @@ class Chart:
     unit: str = ""
     height: float = 220
     half: bool = False
-    said: Mapping[float, str] = field(default_factory=dict)
+    hints: Mapping[float, str] = field(default_factory=dict)
     svgs: dict[int, str] = field(default_factory=dict)
     outliers: int = 0
 
@@ -128,7 +128,7 @@ def _draw(charts: Sequence[Chart]) -> str:
                     if len(axes.get_legend_handles_labels()[1]) > 1:
                         legend([axes], above=True, columns=5 if width == FULL else 3)
                     svg, title = svg_file(figure, slug), f"{chart.title}, over steps" if chart.unit else chart.title
-                    hover = read_out(figure, chart.said) if chart.said else None
+                    hover = read_out(figure, chart.hints) if chart.hints else None
                     chart.svgs[width] = page_svg(svg, slug=slug, title=title, hover=hover)
     except ConfigurationError as error:
         return f"There are no charts on this page: {error} Then write it again: {_AGAIN}"
@@ -227,13 +227,13 @@ def _lines(
     form: str = "",
     **looks: Any,
 ) -> Chart:
-    """A chart of lines that says its raw values step by step, in this form or as short as can be."""
-    said = {
+    """A chart of lines whose raw values are read out, in this form or as short as can be."""
+    hints = {
         step: f"step {step:,.0f}: " + (form.format(value) if form and math.isfinite(value) else compact(value))
         for step, value in thin(raw)
     }
     draw = partial(draw_steps, series=lines, zero=slug != "loss")
-    return Chart(slug=slug, title=title, unit=unit, facts=facts, draw=draw, said=said, **looks)
+    return Chart(slug=slug, title=title, unit=unit, facts=facts, draw=draw, hints=hints, **looks)
 
 
 def _smoothed(name: str, points: list[Point], shade: str) -> list[Series]:
@@ -286,7 +286,7 @@ def _time(shares: TimeShares | None, explanation: Explanation | None) -> Iterato
         facts=facts,
         draw=lambda axes: draw_columns(axes, shares.edges, shares.columns),
         height=250,
-        said=shares.said,
+        hints=shares.hints,
     )
 
 

@@ -27,8 +27,6 @@ from gradsync.tools.llm.run_folder import Run
 from gradsync.tools.llm.step_records import PHASES
 
 __all__ = [
-    "COLOURS",
-    "TimePart",
     "TimeShares",
     "explain_run",
     "first_step",
@@ -38,7 +36,11 @@ __all__ = [
     "time_shares",
 ]
 
+LOGGER = logging.getLogger("gradsync")
+
 MOST_COLUMNS = 120
+# More do not fit on a page: then some of them stand for all.
+MOST_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +65,8 @@ class TimeShares:
     per_column: int
 
     @property
-    def said(self) -> dict[float, str]:
-        """What each column says below a pointer."""
+    def hints(self) -> dict[float, str]:
+        """What is read out below a pointer, by its place."""
         words = {}
         for place, (left, right) in enumerate(itertools.pairwise(self.edges)):
             shares = (f"{NAMES.get(name, name)} {values[place]:.0%}" for name, values in self.columns.items())
@@ -129,13 +131,6 @@ def _shares(
     )
 
 
-LOGGER = logging.getLogger("gradsync")
-
-# More do not fit on a page: then some of them stand for all.
-MOST_RANKS = 8
-COLOURS = {name: PARTS[name] for name in STEP_PARTS}
-
-
 def explain_run(folder: Path) -> Explanation | None:
     """Of the run's recording; None where there is none, or one that tells nothing: too short, or of another version."""
     if not find_recordings(folder):
@@ -158,7 +153,7 @@ def shown_step(explanation: Explanation) -> MergedStep:
 
 def names_of() -> dict[str, str]:
     """What the colours of lanes mean."""
-    shown = {NAMES.get(name, name): shade for name, shade in COLOURS.items() if name != "turn"}
+    shown = {NAMES.get(name, name): PARTS[name] for name in STEP_PARTS if name != "turn"}
     return {**shown, "bucket on the wire": PARTS["hidden"]}
 
 
@@ -187,7 +182,7 @@ def _doing(explanation: Explanation, merged: MergedStep, place: int, origin: flo
     parts = iter(zip(step.synchronizations, merged.wires, strict=False))
 
     def stretch(name: str, begin: float, end: float, words: str) -> Stretch:
-        return Stretch(begin=begin - origin, end=end - origin, colour=COLOURS[name], hint=words)
+        return Stretch(begin=begin - origin, end=end - origin, colour=PARTS[name], hint=words)
 
     for span in step.spans:
         words = f"rank {members[place]}, {span.name}: {duration(span.seconds)}"

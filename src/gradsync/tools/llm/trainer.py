@@ -39,7 +39,9 @@ ECHO_SECONDS = 2.0
 # What may not differ between a checkpoint and the run that goes on from it.
 FIXED = ("model", "data", "tokenizer", "sequence_length", "seed", "precision")
 # What may, but changes the numbers.
-TOLD = ("micro_batch", "grad_accum", "learning_rate", "warmup", "weight_decay", "clip", "steps", "epochs", "reduction")
+CHANGEABLE = (
+    *("micro_batch", "grad_accum", "learning_rate", "warmup", "weight_decay", "clip", "steps", "epochs", "reduction"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class TrainingOutcome:
 
 
 class Listener:
-    """Hears of the run, on rank 0. This one says nothing about it."""
+    """Callbacks of a run, on rank 0. These do nothing."""
 
     def began(self, trainer: "Trainer", notes: list[str]) -> None:
         """The first step is about to run."""
@@ -113,7 +115,7 @@ class Trainer:
         self.saving = TrainingCheckpoints(settings, accelerator)
         self.plan, self.notes = self.saving.adopt(self.plan, ranks)
         self._tokens = train
-        self.deal()
+        self.share_windows()
         self.total_steps = settings.steps or DEFAULT_STEPS
         if settings.epochs is not None:
             self.total_steps = max(1, round(settings.epochs * self.batches.windows_per_epoch))
@@ -123,13 +125,13 @@ class Trainer:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(settings.warmup, self.total_steps))
         self.plain_model = model
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
-        # What carries the gradients, and why that.
-        self.wire = str(accelerator.models.attachment_of(self.model).transport)
+        # Of the gradients, and why that one.
+        self.transport = str(accelerator.models.attachment_of(self.model).transport)
         self._local: LocalSteps | None = None
         if settings.local_steps is not None:
             self._local = LocalSteps(self.model, self.optimizer, every=settings.local_steps)
             accelerator.register_for_checkpointing(self._local)
-            self.wire += f"; parameters take it, after every {settings.local_steps} steps"
+            self.transport += f"; parameters take it, after every {settings.local_steps} steps"
         self.step = self.saving.restore()
         self._recorder = recorder
         self._listener = Listener()
@@ -140,7 +142,7 @@ class Trainer:
         """How many ranks a window is planned for; it is the same window on any other number."""
         return self.accelerator.num_processes
 
-    def deal(self) -> None:
+    def share_windows(self) -> None:
         """Share windows out among the ranks there are now."""
         accelerator = self.accelerator
         self.batches = Batches(self._tokens, self.plan, accelerator.process_index, accelerator.num_processes)
@@ -149,7 +151,7 @@ class Trainer:
     # -- the run -----------------------------------------------------------------------------------------------
 
     def run(self, listener: Listener | None = None) -> TrainingOutcome:
-        """Train to the end, or until somebody is asked to stop; a checkpoint is written in both cases."""
+        """Train to the end, or until a signal asks any rank to stop; a checkpoint is written in both cases."""
         if listener is not None and self.accelerator.is_main_process:
             self._listener = listener
         self._listener.began(self, self.notes)
@@ -217,10 +219,10 @@ class Trainer:
         return inputs, targets
 
     def _now_and_then(self, records: StepRecords) -> int:
-        """Save, validate. Returns the signal that somebody has got meanwhile, or 0."""
+        """Save, validate. Returns the signal that any rank has received meanwhile, or 0."""
         signal = 0
         if self.step % self.settings.checkpoint_every == 0:
-            # Before it is saved: a run that goes on from here does not do this step again, and would never tell of it.
+            # Before it is saved: a run that resumes here does not repeat this step, and would never record it.
             pulse = self._heartbeat.read()
             records.learn(pulse, everything=True)
             signal = 0 if pulse is None else pulse.signal
@@ -356,14 +358,13 @@ class TrainingCheckpoints:
         self._folder = CheckpointFolder(folder, communicator, keep=self._settings.keep)
 
     def adopt(self, plan: BatchPlan, ranks: int) -> tuple[BatchPlan, list[str]]:
-        """The plan to train by on so many ranks, and what is to be said about it: a resumed run keeps its global
-        batch."""
+        """The plan to train by on ``ranks`` ranks, with notes: a resumed run keeps its global batch."""
         loaded = self.loaded
         if loaded is None:
             resumes = self._settings.resume
             return plan, ["nothing to resume from: the run begins at its first step"] if resumes else []
         before, now, global_batch = loaded.facts["settings"], self._settings.as_json(), loaded.facts["global_batch"]
-        other = [name for name in FIXED + TOLD if before.get(name) != now[name]]
+        other = [name for name in FIXED + CHANGEABLE if before.get(name) != now[name]]
         for name in other:
             if name in FIXED:
                 raise ConfigurationError(
