@@ -19,38 +19,12 @@ from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
 from gradsync.tools.cli import main
 from gradsync.tools.cli.launching import inside_a_launch, run_ranks_of, usable_cores
 from gradsync.tools.launch import PASSED_ON
+from tests.processes import eventually, is_running
+from tests.tools.conftest import LAUNCHER_VARIABLES
 
 pytestmark = pytest.mark.timeout(120)
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@pytest.fixture(autouse=True)
-def _outside_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHER_VARIABLES, "GRADSYNC_DEBUG"):
-        # Set first, so that what the code under test sets is taken back as well.
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 # -- dispatching ------------------------------------------------------------------------------------------------------
-
-
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["gradsync", *arguments])
-    with pytest.raises(SystemExit) as exit_info:
-        main.main()
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 @contextmanager
@@ -65,8 +39,8 @@ def command_that_raises(error: BaseException) -> Iterator[None]:
         main.app.registered_commands.pop()
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main(monkeypatch, "--version") == 0
+def test_version(capsys: pytest.CaptureFixture[str], run_main: Callable[..., int]) -> None:
+    assert run_main("--version") == 0
     output = capsys.readouterr().out
     assert output.startswith(f"gradsync {gradsync.__version__}, torch ")
     assert f"python {sys.version_info[0]}.{sys.version_info[1]}." in output
@@ -75,10 +49,10 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("error", "code"), [(GradsyncError, 1), (MismatchError, 1), (ConfigurationError, 2)])
 def test_an_error_is_one_line_and_an_exit_code(
-    error: type[Exception], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: type[Exception], code: int, capsys: pytest.CaptureFixture[str], run_main: Callable[..., int]
 ) -> None:
     with command_that_raises(error("expected a,\n    got b")):
-        assert run_main(monkeypatch, "raising") == code
+        assert run_main("raising") == code
     captured = capsys.readouterr()
     assert captured.err == "gradsync: expected a, got b\n"
     assert captured.out == ""
@@ -100,27 +74,27 @@ def test_an_unknown_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
         main.main()
 
 
-def test_an_interruption_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interruption_is_130(capsys: pytest.CaptureFixture[str], run_main: Callable[..., int]) -> None:
     with command_that_raises(KeyboardInterrupt()):
-        assert run_main(monkeypatch, "raising") == 130
+        assert run_main("raising") == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_an_unknown_command_is_a_wrong_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main(monkeypatch, "no-such-command") == 2
+def test_an_unknown_command_is_a_wrong_use(capsys: pytest.CaptureFixture[str], run_main: Callable[..., int]) -> None:
+    assert run_main("no-such-command") == 2
     assert "no-such-command" in capsys.readouterr().err
 
 
 def test_a_command_that_cannot_be_imported_says_so_and_leaves_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, run_main: Callable[..., int]
 ) -> None:
     (tmp_path / "broken.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.setattr(gradsync.tools.cli, "__path__", [*gradsync.tools.cli.__path__, str(tmp_path)])
     main._register("broken")
     try:
-        assert run_main(monkeypatch, "broken", "--some", "option") == 1
+        assert run_main("broken", "--some", "option") == 1
         assert "the command broken cannot be loaded: No module named 'a_package" in capsys.readouterr().err
-        assert run_main(monkeypatch, "doctor", "--help") == 0
+        assert run_main("doctor", "--help") == 0
     finally:
         main.app.registered_commands.pop()
 
@@ -130,11 +104,11 @@ def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_without_arguments_it_explains_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_main: Callable[..., int]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     # 2 is typer's own answer to a command that is missing.
-    assert run_main(monkeypatch) in (0, 2)
+    assert run_main() in (0, 2)
     shown = "".join(capsys.readouterr())
     assert "Usage: gradsync" in shown
     assert "Traceback" not in shown
@@ -190,18 +164,10 @@ def pids(folder: Path) -> list[int]:
     return [int(text) for path in folder.glob("started-*") if (text := path.read_text())]
 
 
-def alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    try:
-        return status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def none_is_left(folder: Path, ranks: int = 2) -> bool:
     started = pids(folder)
     assert len(started) == ranks
-    return eventually(lambda: not any(map(alive, started)), seconds=10)
+    return eventually(lambda: not any(map(is_running, started)), seconds=10)
 
 
 def test_ranks_run_as_under_torchrun(
@@ -398,7 +364,7 @@ def launch(forking: "subprocess.Popen[str]", module: Callable[[str], str], tmp_p
             assert eventually(lambda: len(pids(tmp_path)) == 2, seconds=60), "the ranks did not start"
             yield process
         finally:
-            for pid in filter(alive, [*pids(tmp_path), process.pid]):
+            for pid in filter(is_running, [*pids(tmp_path), process.pid]):
                 os.kill(pid, signal.SIGKILL)
             process.ended()
 
@@ -462,7 +428,7 @@ def test_a_second_signal_does_not_wait(launch: Launch, tmp_path: Path) -> None:
     with launch(IGNORE + WAIT, grace=100) as process:
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
-        assert alive(process.pid)
+        assert is_running(process.pid)
         process.send_signal(signal.SIGINT)
         expected = "gradsync: the ranks were killed by the second SIGINT, without time to finish\n"
         assert process.ended() == (128 + signal.SIGKILL, expected)
@@ -475,9 +441,9 @@ def test_one_signal_is_enough_once_a_rank_has_failed(launch: Launch, tmp_path: P
     code = 'note("started")\nif rank == 1:\n    time.sleep(0.5)\n    sys.exit(3)\ntime.sleep(100)\n'
     with launch(IGNORE + code, grace=100) as process:
         first, second = (int((tmp_path / f"started-{rank}").read_text()) for rank in (0, 1))
-        assert eventually(lambda: not alive(second))
+        assert eventually(lambda: not is_running(second))
         time.sleep(0.5)
-        assert alive(first)
+        assert is_running(first)
         process.send_signal(signal.SIGINT)
         assert process.ended() == (3, "gradsync: rank 1 failed with exit code 3; its own message is above\n")
         assert none_is_left(tmp_path)

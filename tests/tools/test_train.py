@@ -8,8 +8,8 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from gradsync import Accelerator
 from gradsync.errors import ConfigurationError
 from gradsync.observe.recording import Recorder
-from gradsync.tools.cli.main import main
 from gradsync.tools.llm.run import run as run_here
 from gradsync.tools.llm.run_folder import read_metrics
 from gradsync.tools.llm.settings import TrainSettings
@@ -387,6 +386,7 @@ def test_bad_input_is_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    run_main: Callable[..., int],
     arguments: tuple[object, ...],
     words: str,
 ) -> None:
@@ -396,11 +396,7 @@ def test_bad_input_is_one_line(
     (tmp_path / "occupied" / "precious").write_text("do not touch")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    given = ["--cpu", "--nproc", 1, "--model", "nano", *arguments]
-    monkeypatch.setattr(sys, "argv", ["gradsync", "train", *map(str, given)])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
+    assert run_main("train", *map(str, ["--cpu", "--nproc", 1, "--model", "nano", *arguments])) == 2
     said = capfd.readouterr().err
     assert words in said
     assert len(said.strip().splitlines()) == 1, said
