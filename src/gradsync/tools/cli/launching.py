@@ -47,7 +47,7 @@ CAUSE_SECONDS = 3
 LOOK_SECONDS = 0.05
 # Of one machine. Far more than anybody wants: each is a process that has imported torch.
 MOST_RANKS = 10_000
-# When it is said what is waited for.
+# After which a message says what is waited for.
 SLOW_SECONDS = 5
 # Without a GPU and a number, unless there are fewer cores.
 MOST_CPU_RANKS = 4
@@ -108,7 +108,7 @@ class GpuChoice:
         return gpus or min(usable_cores(), MOST_CPU_RANKS)
 
     def sharing(self, ranks: int) -> SharedGpuPlan | None:
-        """How so many ranks share a GPU; None if they do not."""
+        """How these ranks share a GPU; None if they do not."""
         if not self.one_gpu:
             return None
         if torch.cuda.device_count() == 0:
@@ -117,7 +117,7 @@ class GpuChoice:
             return SharedGpuPlan(ranks=ranks, mps=self.mps)
 
     def too_many(self, ranks: int) -> str:
-        """What to say of more ranks than GPUs; empty if there are enough, or none is wanted."""
+        """The message about more ranks than GPUs; empty if there are enough, or none is wanted."""
         gpus = 0 if self.cpu or self.one_gpu else torch.cuda.device_count()
         if not 0 < gpus < ranks:
             return ""
@@ -233,7 +233,7 @@ def _await_cause(ranks: RankProcesses, records: ExitRecords, seconds: float) -> 
 
 def _end(ranks: RankProcesses, signals: Sequence[signal.Signals], grace: float) -> None:
     """Have all ranks end by themselves, and kill those that do not."""
-    ranks.tell(signals[0] if signals else signal.SIGTERM)
+    ranks.send(signals[0] if signals else signal.SIGTERM)
     if not signals:
         ranks.running_after(min(grace, FAILURE_SECONDS))
     elif grace > SLOW_SECONDS and (late := ranks.running_after(SLOW_SECONDS)) and len(signals) == 1:
