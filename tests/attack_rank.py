@@ -149,7 +149,7 @@ class _Rank(Disturbed):
 
     def _save(self, when: str) -> None:
         """Whatever has happened, the model is readable, or says why not."""
-        # A plain optimizer that was interrupted in its step has updated some parameters, as ever.
+        # A plain optimizer that was interrupted in its step has updated some parameters, as in torch.
         whole = self.program.optimizer.kind != "plain" or self.section != "step"
         for how in ("values", "save"):
             try:

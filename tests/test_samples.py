@@ -115,7 +115,7 @@ def train_with_top_k() -> dict[str, Any]:
 def test_what_was_sent_and_what_is_kept_is_the_sum_of_all_gradients() -> None:
     ranks = run_ranks(train_with_top_k, 2)
     for wrapper in (SAVED, WINDOWS):
-        assert ranks[0]["layouts"][wrapper - 1] > 2, "buckets were not laid out anew, so this shows nothing"
+        assert ranks[0]["layouts"][wrapper - 1] > 2, "buckets were not laid out again, so this shows nothing"
     for name in NAMES:
         zero = torch.zeros_like(ranks[0]["sent"][name])
         kept = sum((each["kept"].get(name, zero) for each in ranks), zero)

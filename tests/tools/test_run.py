@@ -244,9 +244,9 @@ def test_under_another_launcher_rank_0_speaks_of_all(tmp_path: Path) -> None:
 
 
 def test_a_script_may_start_its_ranks(tmp_path: Path) -> None:
-    """They import the script anew, and must not find torch's class in doing so."""
+    """They import the script again, and must not find torch's class in doing so."""
     command = ["--nproc", "0", "--record", "record", str(UNCHANGED / "ddp_basics.py"), "--spawn", "2", "--epochs", "1"]
-    # A process that is spawned is a fresh interpreter, whoever starts it.
+    # A process that is spawned is a fresh interpreter, however it is started.
     variables = {**os.environ, "MASTER_PORT": str(free_port()), "MASTER_ADDR": "localhost"}
     told = gradsync_run(*command, folder=tmp_path, variables=variables, timeout=120)
     assert told.returncode == 0, told.stderr

@@ -149,7 +149,7 @@ def train_and_save(settings: TrainSettings) -> list[tuple[int, int]]:
 
 
 def test_a_step_is_told_of_before_it_is_saved(tmp_path: Path, text: Path) -> None:
-    """Or whoever goes on from there, after the run was killed, would never be told."""
+    """Or a run that resumes there, after it was killed, would never record it."""
     heard, _ = pool_of(2).run(train_and_save, settings_for(tmp_path / "run", text, checkpoint_every=3))
     assert heard == [(3, 3), (6, 6), (8, 8)]
 

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.observe.charts.canvas import POINTS, SOFT, canvas, colour, legend, require, style
+from gradsync.observe.charts.canvas import PARTS, POINTS, SOFT, canvas, colour, legend, require, style
 from gradsync.observe.charts.kinds import Point, Series, draw_columns, draw_lanes, draw_steps, thin
 from gradsync.observe.charts.numbers import compact, count, duration, size
 from gradsync.observe.charts.page import NAMES, page_svg, read_out, render, svg_file
 from gradsync.observe.explain import Explanation
 from gradsync.observe.explain.explanation import ADVICE_TITLE, gained
+from gradsync.observe.explain.explanation import NAMES as LABELS
 from gradsync.tools.llm.run_folder import Run, read_run, write_whole
 from gradsync.tools.llm.time_shares import (
     TimeShares,
@@ -272,7 +273,10 @@ def _time(shares: TimeShares | None, explanation: Explanation | None) -> Iterato
     if shares is None:
         return
     facts = {
-        "parts": [(part.name, part.share, part.seconds, NAMES[part.colour]) for part in shares.parts],
+        "parts": [
+            (LABELS.get(name, name), seconds / shares.step, seconds, NAMES[PARTS[name]])
+            for name, seconds in shares.parts.items()
+        ],
         "step": shares.step,
         "waits": shares.waits,
         "per_column": shares.per_column,

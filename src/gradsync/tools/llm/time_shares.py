@@ -44,20 +44,11 @@ MOST_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimePart:
-    """``share`` is that of the mean step, ``seconds`` are what it has of it."""
-
-    name: str
-    share: float
-    seconds: float
-    colour: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class TimeShares:
-    """``edges`` frame the columns, of which each has a share of every part; ``waits`` are what is waited for."""
+    """``parts`` are seconds of the mean ``step``; ``edges`` frame the columns, of which each has a share of every part;
+    ``waits`` are what is waited for."""
 
-    parts: tuple[TimePart, ...]
+    parts: Mapping[str, float]
     step: float
     waits: dict[str, float]
     edges: tuple[float, ...]
@@ -119,10 +110,7 @@ def _shares(
     columns = [rows[begin : begin + per_column] for begin in range(0, len(rows), per_column)]
     sums = [[sum(values) for values in zip(*(seconds for _, seconds in column), strict=True)] for column in columns]
     return TimeShares(
-        parts=tuple(
-            TimePart(name=NAMES.get(name, name), share=seconds / step, seconds=seconds, colour=PARTS[name])
-            for name, seconds in parts.items()
-        ),
+        parts=parts,
         step=step,
         waits=waits,
         edges=(rows[0][0] - stride + 0.5, *(column[-1][0] + 0.5 for column in columns)),
