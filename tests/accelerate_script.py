@@ -24,7 +24,7 @@ def main() -> None:
     script.Accelerator = accelerator
     script.DataLoaderConfiguration = DataLoaderConfiguration
     script.GradientAccumulationPlugin = GradientAccumulationPlugin.like_accelerate
-    # Drawn anew in each run, the data now and then gives a rank's own gradient within allclose's tolerance of the
+    # Drawn again in each run, the data now and then gives a rank's own gradient within allclose's tolerance of the
     # mean, and the script takes them for synchronized.
     script.RegressionDataset = functools.partial(RegressionDataset, seed=42)
     world = accelerator().state

@@ -142,7 +142,7 @@ def replace_classes(script: Any, name: str) -> None:
     ours |= {"Accelerator": Accelerator, "AcceleratorState": State, "prepare_data_loader": prepare_data_loader}
     ours |= {"PartialState": State, "DistributedOperationException": MismatchError}
     if name == "test_sync":
-        # It compares with Accelerate's division of short windows. Data drawn anew in each run now and then gives a
+        # It compares with Accelerate's division of short windows. Data drawn again in each run now and then gives a
         # rank's own gradient within allclose's tolerance of the mean, which the script takes for synchronized.
         ours["Accelerator"] = like_accelerate
         ours["GradientAccumulationPlugin"] = GradientAccumulationPlugin.like_accelerate

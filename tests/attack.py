@@ -21,12 +21,14 @@ import argparse
 import collections
 import contextlib
 import importlib
+import math
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 from tests.attack_check import check
 from tests.attack_disturbances import Outcome
@@ -34,13 +36,10 @@ from tests.attack_mutants import MUTANTS
 from tests.attack_programs import Program, draw
 from tests.attack_rank import attack
 from tests.ranks import RankError, RankFailure, RankPool
+from tests.soak import hunt
 
 PROGRAM_SECONDS = 60.0
-TOLD_EVERY = 5.0
-MOST_FAILURES = 5
 MUTANT_PROGRAMS = 300
-# Of a program that fails.
-LINES_SHOWN = 80
 
 
 class Attacker:
@@ -52,16 +51,14 @@ class Attacker:
         self.counts: collections.Counter[str] = collections.Counter()
 
     def __enter__(self) -> "Attacker":
-        self._before = os.environ.get("TMPDIR")
-        os.environ["TMPDIR"] = self._folder.name
+        self._variables = mock.patch.dict(os.environ, {"TMPDIR": self._folder.name})
+        self._variables.start()
         self._shared = _shared_memory()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        os.environ.pop("TMPDIR")
-        if self._before is not None:
-            os.environ["TMPDIR"] = self._before
+        self._variables.stop()
         self._folder.cleanup()
 
     def close(self) -> list[str]:
@@ -70,7 +67,9 @@ class Attacker:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
-        files = [str(path) for path in Path(self._folder.name).rglob("*")] + sorted(_shared_memory() - self._shared)
+        # Where torch's compiler would keep what it compiles: it makes that when it is imported.
+        files = [str(path) for path in Path(self._folder.name).rglob("*") if "torchinductor" not in path.name]
+        files += sorted(_shared_memory() - self._shared)
         processes = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
         return [f"files were left: {files}"] * bool(files) + [f"processes were left: {processes}"] * bool(processes)
 
@@ -122,28 +121,19 @@ def _seeds(first: int, kinds: tuple[str, ...] | None) -> Iterator[int]:
         seed += 1
 
 
-def hunt(attacker: Attacker, options: argparse.Namespace) -> int:
+def hunt_programs(attacker: Attacker, options: argparse.Namespace) -> int:
     """Program after program, until the time is up or too much was found."""
     limit = f"{options.programs} programs" if options.programs else f"{options.minutes:g} minutes"
     print(f"attack: {limit}, seeds from {options.seeds_from}", flush=True)
-    began = told = time.monotonic()
-    deadline = float("inf") if options.programs else began + 60 * options.minutes
-    count = failures = 0
-    for seed in _seeds(options.seeds_from, (options.optimizer,) if options.optimizer else None):
-        now = time.monotonic()
-        if now >= deadline or failures >= MOST_FAILURES or (options.programs and count >= options.programs):
-            break
-        if now - told > TOLD_EVERY:
-            told = now
-            left = f"{options.programs - count} to go" if options.programs else f"{deadline - now:.0f} s to go"
-            print(f"{count} programs, next seed {seed}, {failures} failed, {left}", flush=True)
-        program = draw(seed)
-        wrong = attacker.run(program, options.without)
-        count += 1
-        if wrong:
-            failures += 1
-            print(f"FAILED {program}\n  again with: {_again(seed, options.without)}")
-            print(*wrong[:LINES_SHOWN], sep="\n  ", flush=True)
+    began = time.monotonic()
+    count, failures = hunt(
+        lambda seed: attacker.run(draw(seed), options.without),
+        _seeds(options.seeds_from, (options.optimizer,) if options.optimizer else None),
+        describe=draw,
+        again=lambda seed: _again(seed, options.without),
+        minutes=math.inf if options.programs else options.minutes,
+        most=options.programs or math.inf,
+    )
     shown = ", ".join(f"{number} {name}" for name, number in sorted(attacker.counts.items()))
     left_behind = attacker.close()
     print(
@@ -213,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
             return hunt_mutants(attacker, options)
         if options.seeds_from is None:
             options.seeds_from = int(time.time())
-        return hunt(attacker, options)
+        return hunt_programs(attacker, options)
 
 
 if __name__ == "__main__":

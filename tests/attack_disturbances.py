@@ -15,8 +15,9 @@ import torch
 
 from gradsync.errors import GradsyncError, MisuseError
 from tests.attack_programs import Program, Reader
+from tests.fuse import Explosion
 from tests.optim.test_readers import at_moment
-from tests.soak import Explosion, MicroBatch, Paths
+from tests.soak import MicroBatch, Paths
 
 __all__ = ["EVALUATED", "Disturbed", "Outcome", "Snapshot"]
 

@@ -104,7 +104,7 @@ def _added_groups_lost() -> Patches:
 
 
 def _interrupts_kept() -> Patches:
-    """As whoever waited did: it ran the wait itself, and kept whatever ended it."""
+    """As the waiting thread did: it ran the wait itself, and kept whatever ended it."""
 
     def wait(self: Task) -> None:
         if not self.ended:

@@ -18,7 +18,8 @@ from gradsync.errors import GradsyncError, MisuseError, PeerFailedError
 from tests.attack_disturbances import EVALUATED, Disturbed, Outcome
 from tests.attack_mutants import taken_out
 from tests.attack_programs import End, Program, Window
-from tests.soak import Explosion, MicroBatch, Paths
+from tests.fuse import Explosion
+from tests.soak import MicroBatch, Paths
 from tests.wires import fresh_wire
 
 __all__ = ["attack", "make_optimizers", "parameters_of_layers"]
@@ -148,7 +149,7 @@ class _Rank(Disturbed):
 
     def _save(self, when: str) -> None:
         """Whatever has happened, the model is readable, or says why not."""
-        # A plain optimizer that was interrupted in its step has updated some parameters, as ever.
+        # A plain optimizer that was interrupted in its step has updated some parameters, as in torch.
         whole = self.program.optimizer.kind != "plain" or self.section != "step"
         for how in ("values", "save"):
             try:

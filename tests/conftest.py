@@ -167,9 +167,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     if any(metafunc.definition.get_closest_marker(name) for name in ("gpu", "program")):
         return
-    as_ever = pytest.param(None, id=getattr(pytest, "HIDDEN_PARAM", "cpu"))
+    on_cpu = pytest.param(None, id=getattr(pytest, "HIDDEN_PARAM", "cpu"))
     on_gpu = [pytest.param(way, id=f"nccl-{way}", marks=pytest.mark.gpu) for way in ("slices", "mps")]
-    metafunc.parametrize("stand_in", [as_ever, *on_gpu], indirect=True)
+    metafunc.parametrize("stand_in", [on_cpu, *on_gpu], indirect=True)
 
 
 @pytest.fixture(

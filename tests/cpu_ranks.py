@@ -124,7 +124,7 @@ CPU_RANKS = {
             ],
             "test_samples": ["test_who_does_not_come_is_named_and_the_next_use_is_refused"],
             "test_testing": [""],
-            "test_walk": [""],
+            "test_gradient_path": [""],
         },
         "CUDA does not survive a fork": {"test_forked": [""]},
         "about hosts": {"test_lab": [""]},

@@ -168,7 +168,7 @@ class _Nursery:
             descriptor = self._statuses.pop(pid)
             for pids in self._askers.values():
                 pids.discard(pid)
-            # Whoever asked may have been killed.
+            # The asking process may have been killed.
             with contextlib.suppress(BrokenPipeError):
                 os.write(descriptor, str(os.waitstatus_to_exitcode(status)).encode())
             os.close(descriptor)

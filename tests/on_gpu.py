@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 
 __all__ = ["compute_on", "computes_on_cpu", "pretend_device"]
 
-# Whoever calls these wants a tensor of its own.
+# The caller of these wants a tensor of its own.
 TRANSPARENT = ("torch.nn.", "torch._tensor", "torch.functional", "torch.overrides", "torch.utils._contextlib")
 HOST = ("tests.ranks", "tests.on_gpu")
 DRAWN = {torch.rand, torch.randn, torch.randint, torch.randperm}

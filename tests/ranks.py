@@ -525,7 +525,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, given: Any) -> Any:
         is_tensor = type(given) in (torch.Tensor, torch.nn.Parameter)
         if is_tensor and given.is_cuda:
-            # Whoever reads it has no GPU to put it on.
+            # The reader has no GPU to put it on.
             return _rebuild_on_host, (given.detach().cpu(), type(given) is torch.nn.Parameter, given.requires_grad)
         if (
             not is_tensor

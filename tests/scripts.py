@@ -5,7 +5,10 @@ Each rank has torchrun's variables; the ranks of a script meet at a port of thei
 
 import contextlib
 import os
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -100,3 +103,33 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
+
+
+def clean_environment() -> dict[str, str]:
+    """Without what a launcher, or the Python that runs the tests, has put there."""
+    left_out = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
+    left_out |= {"MASTER_ADDR", "MASTER_PORT"}
+    return {name: value for name, value in os.environ.items() if name not in left_out}
+
+
+def in_new_interpreters(
+    *arguments: str, folder: Path, python: str = sys.executable, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    """`gradsync run`, not forked: what counts is what a Python does when it starts, and how it finds its packages."""
+    process = subprocess.Popen(
+        [python, "-m", "gradsync", "run", *arguments],
+        cwd=folder,
+        env=clean_environment() | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=150)
+    finally:
+        # Also of the ranks that the script has started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)

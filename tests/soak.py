@@ -11,29 +11,35 @@ The seed of each case is printed when it fails, and ``--seed`` runs it again.
 import argparse
 import collections
 import importlib
+import itertools
 import logging
+import math
 import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from gradsync import DistributedDataParallel, PeerFailedError
 from gradsync.communicator import choose_communicator
+from tests.fuse import Explosion, Fuse
 from tests.ranks import RankFailure, RankPool, Ranks, ThreadRanks
 
 WIDTH = 4
 KINDS = ("plain", "no_sync", "accumulate", "weighted", "loose")
 WORLDS = (("threads", 1), ("threads", 2), ("threads", 3), ("processes", 2), ("processes", 3), ("processes", 4))
 CASE_SECONDS = 60.0
-TOLD_EVERY = 5.0
+SHOWN_EVERY = 5.0
 MOST_FAILURES = 5
+# Of a case that fails.
+LINES_SHOWN = 80
 TOLERANCE = 1e-9
 
 
@@ -151,20 +157,6 @@ def _draw_batch(chance: random.Random, layers: int, frozen: frozenset[int]) -> M
 # -- a training --------------------------------------------------------------------------------------------------------
 
 
-class Explosion(Exception):  # noqa: N818 (it is thrown on purpose)
-    """What fails in a failing backward."""
-
-
-class _Fuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise Explosion
-
-
 class Paths(nn.Module):
     """Layers that are run through in any order, any number of times."""
 
@@ -182,7 +174,7 @@ class Paths(nn.Module):
         for number, layer in enumerate(batch.layers):
             if number == explodes_at:
                 # Behind the layers that run later, so that some of their gradients are there already.
-                x = _Fuse.apply(x.requires_grad_())
+                x = Fuse.apply(x.requires_grad_(), True)
             x = self.layers[layer](x).tanh()
         return x.square().mean()
 
@@ -312,7 +304,7 @@ def train(seed: int, worlds: tuple[tuple[str, int], ...] | None = None) -> list[
     """One rank's part in the case of a seed: what was wrong."""
     case, communicator = draw(seed, worlds), choose_communicator()
     logging.getLogger("gradsync").disabled = True
-    with _variable("GRADSYNC_TRANSPORT", case.wire if case.world[0] == "processes" else None):
+    with mock.patch.dict(os.environ, {"GRADSYNC_TRANSPORT": case.wire} if case.world[0] == "processes" else {}):
         model = DistributedDataParallel(
             Paths(case.layers),
             observer=Saboteur(case.saboteur, random.Random(seed + communicator.rank)),
@@ -331,20 +323,6 @@ def train(seed: int, worlds: tuple[tuple[str, int], ...] | None = None) -> list[
     finally:
         logging.getLogger("gradsync").disabled = False
     return run.wrong
-
-
-@contextmanager
-def _variable(name: str, value: str | None) -> Iterator[None]:
-    before = os.environ.get(name)
-    if value is not None:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        if value is not None:
-            os.environ.pop(name)
-            if before is not None:
-                os.environ[name] = before
 
 
 # -- on and on ---------------------------------------------------------------------------------------------------------
@@ -400,24 +378,48 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _soak(worlds: Worlds, minutes: float, first: int) -> int:
     print(f"soak: {minutes:g} minutes, seeds from {first}", flush=True)
-    deadline, told, failures, seed = time.monotonic() + 60 * minutes, time.monotonic(), 0, first
     counts: collections.Counter[str] = collections.Counter()
-    while time.monotonic() < deadline and failures < MOST_FAILURES:
-        wrong = worlds.run(seed)
-        case = draw(seed)
-        counts[f"{case.world[1]} {case.world[0]}"] += 1
+
+    def run(seed: int) -> list[str]:
+        kind, size = draw(seed).world
+        counts[f"{size} {kind}"] += 1
+        return worlds.run(seed)
+
+    again = "make soak ARGS='--seed {}'"
+    count, failures = hunt(run, itertools.count(first), describe=draw, again=again.format, minutes=minutes)
+    shape = ", ".join(f"{count} of {world}" for world, count in sorted(counts.items()))
+    print(f"soak: {count} cases ({shape}), seeds {first} to {first + count - 1}, {failures} failed")
+    return int(failures > 0)
+
+
+def hunt(
+    run: Callable[[int], list[str]],
+    seeds: Iterable[int],
+    *,
+    describe: Callable[[int], object],
+    again: Callable[[int], str],
+    minutes: float,
+    most: float = math.inf,
+) -> tuple[int, int]:
+    """Run what is drawn from the seeds until the time is up, ``most`` have run or too many have failed. Returns how
+    many have run, and how many of them failed."""
+    count = failures = 0
+    shown = time.monotonic()
+    deadline = shown + 60 * minutes
+    for seed in seeds:
+        now = time.monotonic()
+        if now >= deadline or count >= most or failures >= MOST_FAILURES:
+            break
+        if now - shown > SHOWN_EVERY:
+            shown = now
+            left = f"{deadline - now:.0f} s to go" if most == math.inf else f"{most - count} to go"
+            print(f"{count} have run, next seed {seed}, {failures} failed, {left}", flush=True)
+        wrong = run(seed)
+        count += 1
         if wrong:
             failures += 1
-            print(f"FAILED {case}\n  again with: make soak ARGS='--seed {seed}'", *wrong, sep="\n  ", flush=True)
-        seed += 1
-        if time.monotonic() - told > TOLD_EVERY:
-            told = time.monotonic()
-            print(
-                f"{seed - first} cases, seed {seed - 1}, {failures} failed, {deadline - told:.0f} s to go", flush=True
-            )
-    shape = ", ".join(f"{count} of {world}" for world, count in sorted(counts.items()))
-    print(f"soak: {seed - first} cases ({shape}), seeds {first} to {seed - 1}, {failures} failed")
-    return int(failures > 0)
+            print(f"FAILED {describe(seed)}\n  again with: {again(seed)}", *wrong[:LINES_SHOWN], sep="\n  ", flush=True)
+    return count, failures
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from gradsync.accelerator.world import DistributedType, World, connect
 from gradsync.base.environment import ProcessEnvironment, first_host, read_environment
 from gradsync.communicator import InProcessWorld, ProcessGroupCommunicator, choose_communicator
 from tests.ranks import RankPool, Ranks, ThreadRanks
+from tests.scripts import free_port
 from tests.zygote import program
 
 pytestmark = pytest.mark.timeout(120)
@@ -268,11 +269,6 @@ with open(f"{out}/{world.process_index}.json", "w") as file:
 # Two votes a connection: those of the first are not counted again in the second.
 EXPECTED = {"size": 2, "sums": [3.0, 3.0], "votes": [2, 2], "kept": True, "closed": True, "gathered": [0, 0, 1, 1]}
 ON_CPU = EXPECTED | {"device": "cpu", "gathered on": "cpu", "type": "MULTI_CPU", "warnings": []}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def is_free(port: int) -> bool:

@@ -24,7 +24,7 @@ def code(name: str) -> list[str]:
 
 
 def changed(name: str) -> list[str]:
-    """What a reader has to write anew. A line that is only dropped, or moved to the right, is not."""
+    """What a reader has to rewrite. A line that is only dropped, or moved to the right, is not."""
     difference = difflib.ndiff(code("single_process"), code(name))
     return [line[2:] for line in difference if line.startswith("+ ")]
 

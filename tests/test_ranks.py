@@ -1,8 +1,6 @@
 """The harness the other tests stand on."""
 
-import contextlib
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.processes import is_running, wait_until_gone
 from tests.ranks import RankError, RankFailure, RankPool, pool_of
 from tests.zygote import address, fork, share
 
@@ -98,22 +97,6 @@ def start_a_child() -> int:
 
 def threads() -> tuple[int, str]:
     return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
-
-
-def is_running(pid: int) -> bool:
-    """A zombie doesn't count: an orphan's new parent may be slow to collect it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    """By no clock: on a busy machine a process that is killed ends when it gets a core. One that is not, or lives on,
-    is shown by the time limit of the test."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError), os.fdopen(os.pidfd_open(pid)) as process:
-            select.select([process], [], [])
 
 
 def test_results_come_in_rank_order(process_ranks: RankPool) -> None:

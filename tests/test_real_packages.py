@@ -4,10 +4,7 @@ with the bits they end with over torch's DistributedDataParallel, or by Accelera
 GPT-like loops and plain DDP scripts are in test_run.py, loops by both Accelerators in test_like_accelerate.py.
 """
 
-import contextlib
 import os
-import signal
-import subprocess
 import sys
 import venv
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.scripts import run_scripts
+from tests.scripts import clean_environment, in_new_interpreters, run_scripts
 from tests.zygote import run_python
 
 # One worker runs them all, and test_run.py: they take their time from the same two cores.
@@ -24,7 +21,6 @@ pytestmark = [pytest.mark.program, pytest.mark.timeout(200), pytest.mark.xdist_g
 
 ROOT = Path(__file__).parent.parent
 LIGHTNING = ROOT / "tests" / "lightning_training.py"
-LEFT_OUT = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 # Most of the time that Lightning takes to be imported. Lightning itself would stay in the zygote, with torch's class.
 PRELOADED = ("torchmetrics", "torch._dynamo")
 
@@ -103,33 +99,6 @@ def assert_same_bits(ours: Path, theirs: Path) -> None:
         if not torch.equal(found[training][name], state[name])
     ]
     assert different == []
-
-
-def clean_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
-
-
-def in_new_interpreters(
-    *arguments: str, folder: Path, python: str = sys.executable, **variables: str
-) -> "subprocess.CompletedProcess[str]":
-    """`gradsync run`, not forked: what counts is how a new interpreter finds its packages."""
-    process = subprocess.Popen(
-        [python, "-m", "gradsync", "run", *arguments],
-        cwd=folder,
-        env=clean_environment() | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=150)
-    finally:
-        # Also of the ranks that the script has started.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
 
 # -- Lightning and Fabric ---------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def _wrapping_tests(base: type) -> list[str]:
 
 
 def _forking(tests: Any) -> Any:
-    """The test case, whose processes are forked instead of started anew."""
+    """The test case, whose processes are forked instead of started again."""
 
     class TorchTests(tests.TestDistBackend, tests.DistributedTest._DistTestBase):  # type: ignore[misc]
         def setUp(self) -> None:
@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("-v", dest="verbose", action="store_true", help="print the tracebacks of tests that failed")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    # Each compiling test would import the compiler anew.
+    # Each compiling test would import the compiler again.
 
     import gradsync
 

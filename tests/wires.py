@@ -4,9 +4,12 @@ Making process groups is slow, so a rank makes a wire once and uses it for every
 """
 
 import os
+import runpy
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -55,6 +58,21 @@ def hosts_of(*sizes: int) -> Callable[[dist.ProcessGroup], Communicator]:
     return make
 
 
+def folder(group: dist.ProcessGroup) -> Communicator:
+    """The sample of the page on communicators: a user's own, which is a communicator like any other."""
+    own = Path(__file__).parents[1] / "examples" / "own_communicator.py"
+    # Removed at the end of rank 0.
+    _folders.append(tempfile.TemporaryDirectory())
+    name = [_folders[-1].name]
+    dist.broadcast_object_list(name, group=group, group_src=0)
+    made: Communicator = runpy.run_path(str(own))["FolderCommunicator"](
+        name[0], dist.get_rank(group), dist.get_world_size(group)
+    )
+    return made
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+
 WIRES: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
     "peer-exchange": PeerExchangeCommunicator,
     "small-parts": small_parts,
@@ -63,13 +81,14 @@ WIRES: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
     "hosts-1+1": hosts_of(1, 1),
     "hosts-2+2": hosts_of(2, 2),
     "hosts-3+1": hosts_of(3, 1),
+    "folder": folder,
 }
 
 # Every kind of ranks, in numbers from 1 on.
 SIZED = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 1), ("processes", 2), ("processes", 4)]
 SIZED += [("peer-exchange", 1), ("peer-exchange", 2), ("peer-exchange", 4), ("small-parts", 4)]
 SIZED += [("round-robin", 2), ("round-robin", 3), ("shared-memory", 1), ("shared-memory", 3), ("shared-memory", 4)]
-SIZED += [("hosts-1+1", 2), ("hosts-2+2", 4), ("hosts-3+1", 4)]
+SIZED += [("hosts-1+1", 2), ("hosts-2+2", 4), ("hosts-3+1", 4), ("folder", 3)]
 
 # And where there is a GPU.
 FOUND_ON_GPU = [pytest.param(("nccl-slices", n), id=f"nccl-slices-{n}", marks=pytest.mark.gpu) for n in (2, 3)]

@@ -13,8 +13,8 @@ the zygote fork one, and passes on files, variables and signals, and its end.
 What a test says of a fresh interpreter (what it imports, what variables do at its start, that its end is clean) needs a
 fresh one: subprocess. Tearing all modules down takes a second of a core, too, and is left out here.
 
-A forked process is the leader of a session of its own, and dies with whoever asked for it and with the zygote, which
-dies with pytest. Linux only. The other end is tests/nursery.py.
+A forked process leads a session of its own, and dies with the process that asked for it and with the zygote, which dies
+with pytest. Linux only. The other end is tests/nursery.py.
 """
 
 import contextlib
@@ -227,7 +227,7 @@ def run_python(
 
 
 def _stand_in(arguments: list[str]) -> NoReturn:
-    """What `tests/forking_python` does: it is to whoever started it what the forked process would be."""
+    """What `tests/forking_python` does: it is to its parent what the forked process would be."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zygote:
         zygote.connect("\0" + os.environ[ZYGOTE])
         status, theirs = os.pipe()

@@ -1,7 +1,5 @@
 """gradsync's class in the place of torch's, for libraries that wrap models themselves."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,23 +8,8 @@ from torch import nn
 
 from gradsync import DistributedDataParallel
 from tests.ranks import pool_of
-from tests.scripts import run_scripts
 
 TorchDDP = nn.parallel.DistributedDataParallel
-SCRIPT = Path(__file__).parents[1] / "replaced_class.py"
-
-
-@pytest.mark.program
-@pytest.mark.timeout(170)
-def test_trainer_and_fabric_train_to_the_bits_they_train_to_over_torch(tmp_path: Path) -> None:
-    """All variants in one start of two processes, whose imports take longer than the trainings."""
-    # Not Lightning itself, which would stay in the zygote with torch's class, but what it takes its time for.
-    libraries = ("transformers.trainer", "torchmetrics", "accelerate", "torch._dynamo")
-    ran = run_scripts([SCRIPT], ranks=2, folder=tmp_path, timeout=150, preload=libraries)[SCRIPT]
-    assert ran.error is None
-    told = [json.loads(line) for line in ran.output.splitlines() if line.startswith('{"')]
-    ways = {f"{way}, accumulation {n}": "" for way in ("by_transformers", "by_fabric") for n in (1, 4)}
-    assert told == [{"2": {**ways, "ignored names": ""}, "1": {**ways, "ignored names": ""}}] * 2
 
 
 class Watching(nn.Module):

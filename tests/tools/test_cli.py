@@ -1,7 +1,6 @@
 """The command line's dispatching, and the launching of ranks with real processes, signals and deaths."""
 
 import importlib
-import json
 import os
 import resource
 import signal
@@ -10,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,38 +19,12 @@ from gradsync.errors import ConfigurationError, GradsyncError, MismatchError
 from gradsync.tools.cli import main
 from gradsync.tools.cli.launching import inside_a_launch, run_ranks_of, usable_cores
 from gradsync.tools.launch import PASSED_ON
+from tests.processes import eventually, is_running
+from tests.zygote import Forked, fork
 
 pytestmark = pytest.mark.timeout(120)
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@pytest.fixture(autouse=True)
-def _outside_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHER_VARIABLES, "GRADSYNC_DEBUG"):
-        # Set first, so that what the code under test sets is taken back as well.
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 # -- dispatching ------------------------------------------------------------------------------------------------------
-
-
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["gradsync", *arguments])
-    with pytest.raises(SystemExit) as exit_info:
-        main.main()
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 @contextmanager
@@ -65,8 +39,8 @@ def command_that_raises(error: BaseException) -> Iterator[None]:
         main.app.registered_commands.pop()
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main(monkeypatch, "--version") == 0
+def test_version(capsys: pytest.CaptureFixture[str], run_main: Callable[..., int]) -> None:
+    assert run_main("--version") == 0
     output = capsys.readouterr().out
     assert output.startswith(f"gradsync {gradsync.__version__}, torch ")
     assert f"python {sys.version_info[0]}.{sys.version_info[1]}." in output
@@ -75,10 +49,10 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("error", "code"), [(GradsyncError, 1), (MismatchError, 1), (ConfigurationError, 2)])
 def test_an_error_is_one_line_and_an_exit_code(
-    error: type[Exception], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: type[Exception], code: int, capsys: pytest.CaptureFixture[str], run_main: Callable[..., int]
 ) -> None:
     with command_that_raises(error("expected a,\n    got b")):
-        assert run_main(monkeypatch, "raising") == code
+        assert run_main("raising") == code
     captured = capsys.readouterr()
     assert captured.err == "gradsync: expected a, got b\n"
     assert captured.out == ""
@@ -100,35 +74,29 @@ def test_an_unknown_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
         main.main()
 
 
-def test_an_interruption_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interruption_is_130(capsys: pytest.CaptureFixture[str], run_main: Callable[..., int]) -> None:
     with command_that_raises(KeyboardInterrupt()):
-        assert run_main(monkeypatch, "raising") == 130
+        assert run_main("raising") == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_an_unknown_command_is_a_wrong_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main(monkeypatch, "no-such-command") == 2
+def test_an_unknown_command_is_a_wrong_use(capsys: pytest.CaptureFixture[str], run_main: Callable[..., int]) -> None:
+    assert run_main("no-such-command") == 2
     assert "no-such-command" in capsys.readouterr().err
 
 
 def test_a_command_that_cannot_be_imported_says_so_and_leaves_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, run_main: Callable[..., int]
 ) -> None:
     (tmp_path / "broken.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.setattr(gradsync.tools.cli, "__path__", [*gradsync.tools.cli.__path__, str(tmp_path)])
     main._register("broken")
     try:
-        assert run_main(monkeypatch, "broken", "--some", "option") == 1
+        assert run_main("broken", "--some", "option") == 1
         assert "the command broken cannot be loaded: No module named 'a_package" in capsys.readouterr().err
-        assert run_main(monkeypatch, "doctor", "--help") == 0
+        assert run_main("doctor", "--help") == 0
     finally:
         main.app.registered_commands.pop()
-
-
-def test_a_command_without_a_module_is_left_out() -> None:
-    before = len(main.app.registered_commands)
-    main._register("no_such_module")
-    assert len(main.app.registered_commands) == before
 
 
 def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -136,11 +104,11 @@ def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_without_arguments_it_explains_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_main: Callable[..., int]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     # 2 is typer's own answer to a command that is missing.
-    assert run_main(monkeypatch) in (0, 2)
+    assert run_main() in (0, 2)
     shown = "".join(capsys.readouterr())
     assert "Usage: gradsync" in shown
     assert "Traceback" not in shown
@@ -196,18 +164,10 @@ def pids(folder: Path) -> list[int]:
     return [int(text) for path in folder.glob("started-*") if (text := path.read_text())]
 
 
-def alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    try:
-        return status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def none_is_left(folder: Path, ranks: int = 2) -> bool:
     started = pids(folder)
     assert len(started) == ranks
-    return eventually(lambda: not any(map(alive, started)), seconds=10)
+    return eventually(lambda: not any(map(is_running, started)), seconds=10)
 
 
 def test_ranks_run_as_under_torchrun(
@@ -341,72 +301,38 @@ def test_ranks_are_started_again_after_a_failure(
     assert none_is_left(tmp_path)
 
 
-# Forks a launcher for every line it reads, so that torch is imported once and not by every one of them.
-FORKING = """
-import json, os, sys
-from gradsync.tools.cli.launching import run_ranks_of
-for line in sys.stdin:
-    order = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for number in (1, 2):
-            os.dup2(os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-        os.environ["PYTHONPATH"] = order["path"]
-        code = run_ranks_of(order["module"], [order["folder"]], nproc=2, grace_seconds=order["grace"])
-        os._exit(code)  # without the second that torch takes to be torn down
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
+def launch_two(name: str, folder: str, grace: int) -> None:
+    sys.exit(run_ranks_of(name, [folder], nproc=2, grace_seconds=grace))
 
 
-@pytest.fixture(scope="module")
-def forking() -> Iterator["subprocess.Popen[str]"]:
-    variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    command = [sys.executable, "-c", FORKING]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
+@dataclass(frozen=True)
+class Launched:
+    """A process of its own that launches two ranks, forked from one that has imported torch."""
 
-
-class Launcher:
-    """A process of its own that launches two ranks."""
-
-    def __init__(self, forking: "subprocess.Popen[str]", name: str, folder: Path, grace: int) -> None:
-        assert forking.stdin is not None
-        assert forking.stdout is not None
-        self._output, self._answers = folder / "output", forking.stdout
-        order = {"module": name, "folder": str(folder), "grace": grace, "output": str(self._output)}
-        print(json.dumps(order | {"path": os.environ["PYTHONPATH"]}), file=forking.stdin, flush=True)
-        self.pid = int(self._answers.readline())
-        self._code: int | None = None
-
-    def send_signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+    process: Forked
+    output: Path
 
     def ended(self) -> tuple[int, str]:
         """Its exit code and what it and the ranks have written."""
-        if self._code is None:
-            self._code = int(self._answers.readline())
-        return self._code, self._output.read_text()
+        return self.process.wait(100), self.output.read_text()
 
 
-Launch = Callable[..., AbstractContextManager[Launcher]]
+Launch = Callable[..., AbstractContextManager[Launched]]
 
 
 @pytest.fixture
-def launch(forking: "subprocess.Popen[str]", module: Callable[[str], str], tmp_path: Path) -> Launch:
+def launch(module: Callable[[str], str], tmp_path: Path) -> Launch:
     @contextmanager
-    def start(code: str, grace: int = 30) -> Iterator[Launcher]:
-        process = Launcher(forking, module(code), tmp_path, grace)
+    def start(code: str, grace: int = 30) -> Iterator[Launched]:
+        with (tmp_path / "output").open("wb") as output:
+            process = fork(f"{__name__}:launch_two", module(code), str(tmp_path), grace, output=output)
         try:
             assert eventually(lambda: len(pids(tmp_path)) == 2, seconds=60), "the ranks did not start"
-            yield process
+            yield Launched(process, tmp_path / "output")
         finally:
-            for pid in filter(alive, [*pids(tmp_path), process.pid]):
+            for pid in filter(is_running, pids(tmp_path)):
                 os.kill(pid, signal.SIGKILL)
-            process.ended()
+            process.kill_all()
 
     return start
 
@@ -432,9 +358,9 @@ def test_a_signal_reaches_the_ranks_which_finish_by_themselves(
     number: signal.Signals, own_code: str, expected: int, launch: Launch, tmp_path: Path
 ) -> None:
     said = "gradsync: rank 1 failed with exit code 4; its own message is above\n" if expected == 4 else ""
-    with launch(FINISH.replace("EXIT_CODE", own_code) + WAIT) as process:
-        process.send_signal(number)
-        assert process.ended() == (expected, said)
+    with launch(FINISH.replace("EXIT_CODE", own_code) + WAIT) as launched:
+        launched.process.send_signal(number)
+        assert launched.ended() == (expected, said)
         finished = sorted(path.name for path in tmp_path.glob("finished*"))
         assert finished == [f"finished by {number.name}-{rank}" for rank in (0, 1)]
         assert none_is_left(tmp_path)
@@ -445,9 +371,9 @@ def test_a_signal_reaches_the_ranks_which_finish_by_themselves(
 def test_ranks_without_handlers_end_without_a_word(
     number: signal.Signals, code: int, launch: Launch, tmp_path: Path
 ) -> None:
-    with launch(WAIT) as process:
-        process.send_signal(number)
-        assert process.ended() == (code, "")
+    with launch(WAIT) as launched:
+        launched.process.send_signal(number)
+        assert launched.ended() == (code, "")
         assert none_is_left(tmp_path)
 
 
@@ -456,22 +382,22 @@ IGNORE = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.SIG
 
 @pytest.mark.program
 def test_ranks_that_do_not_end_in_time_are_killed(launch: Launch, tmp_path: Path) -> None:
-    with launch(IGNORE + WAIT, grace=1) as process:
-        process.send_signal(signal.SIGINT)
+    with launch(IGNORE + WAIT, grace=1) as launched:
+        launched.process.send_signal(signal.SIGINT)
         expected = "gradsync: rank 0 had not ended in time after SIGINT and was killed\n"
-        assert process.ended() == (128 + signal.SIGKILL, expected)
+        assert launched.ended() == (128 + signal.SIGKILL, expected)
         assert none_is_left(tmp_path)
 
 
 @pytest.mark.program
 def test_a_second_signal_does_not_wait(launch: Launch, tmp_path: Path) -> None:
-    with launch(IGNORE + WAIT, grace=100) as process:
-        process.send_signal(signal.SIGINT)
+    with launch(IGNORE + WAIT, grace=100) as launched:
+        launched.process.send_signal(signal.SIGINT)
         time.sleep(0.5)
-        assert alive(process.pid)
-        process.send_signal(signal.SIGINT)
+        assert is_running(launched.process.pid)
+        launched.process.send_signal(signal.SIGINT)
         expected = "gradsync: the ranks were killed by the second SIGINT, without time to finish\n"
-        assert process.ended() == (128 + signal.SIGKILL, expected)
+        assert launched.ended() == (128 + signal.SIGKILL, expected)
         assert none_is_left(tmp_path)
 
 
@@ -479,21 +405,21 @@ def test_a_second_signal_does_not_wait(launch: Launch, tmp_path: Path) -> None:
 def test_one_signal_is_enough_once_a_rank_has_failed(launch: Launch, tmp_path: Path) -> None:
     """The others are being stopped then; one that does not heed it need not be waited for."""
     code = 'note("started")\nif rank == 1:\n    time.sleep(0.5)\n    sys.exit(3)\ntime.sleep(100)\n'
-    with launch(IGNORE + code, grace=100) as process:
+    with launch(IGNORE + code, grace=100) as launched:
         first, second = (int((tmp_path / f"started-{rank}").read_text()) for rank in (0, 1))
-        assert eventually(lambda: not alive(second))
+        assert eventually(lambda: not is_running(second))
         time.sleep(0.5)
-        assert alive(first)
-        process.send_signal(signal.SIGINT)
-        assert process.ended() == (3, "gradsync: rank 1 failed with exit code 3; its own message is above\n")
+        assert is_running(first)
+        launched.process.send_signal(signal.SIGINT)
+        assert launched.ended() == (3, "gradsync: rank 1 failed with exit code 3; its own message is above\n")
         assert none_is_left(tmp_path)
 
 
 @pytest.mark.program
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(launch: Launch, tmp_path: Path) -> None:
-    with launch(IGNORE + WAIT) as process:
-        process.send_signal(signal.SIGKILL)
-        assert process.ended() == (-signal.SIGKILL, "")
+    with launch(IGNORE + WAIT) as launched:
+        launched.process.send_signal(signal.SIGKILL)
+        assert launched.ended() == (-signal.SIGKILL, "")
         assert none_is_left(tmp_path)
 
 

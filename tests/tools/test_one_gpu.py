@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,12 @@ from gradsync.base.environment import ProcessEnvironment
 from gradsync.errors import ConfigurationError
 from gradsync.lab import SharedGpuPlan
 from gradsync.observe.recording import find_recordings
-from gradsync.tools.cli import main
-from gradsync.tools.cli.options import GpuChoice
+from gradsync.tools.cli.launching import GpuChoice
 from gradsync.tools.doctor.checks import MIB, Status
 from gradsync.tools.doctor.network import measured
 
 pytestmark = pytest.mark.timeout(120)
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SMALL = ["--model", "nano", "--batch", "2", "--length", "32", "--steps", "5", "--warmup", "1", "--validate-every", "5"]
 PLACES = """
 import os
@@ -35,25 +34,9 @@ with open(os.path.join({folder!r}, os.environ["RANK"]), "w") as file:
 """
 
 
-@pytest.fixture(autouse=True)
-def _outside_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LAUNCHER_VARIABLES:
-        # Set first, so that what the code under test sets is taken back as well.
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-
-
 def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """In this process, which only counts them."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-
-
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["gradsync", *arguments])
-    with pytest.raises(SystemExit) as exit_info:
-        main.main()
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 # -- the choice -------------------------------------------------------------------------------------------------------
@@ -118,11 +101,12 @@ def test_what_cannot_be_is_one_line(
     gpus: int,
     arguments: str,
     expected: str,
+    run_main: Callable[..., int],
 ) -> None:
     (tmp_path / "script.py").write_text("")
     monkeypatch.chdir(tmp_path)
     see_gpus(monkeypatch, gpus)
-    assert run_main(monkeypatch, *arguments.split()) == 2
+    assert run_main(*arguments.split()) == 2
     shown = capsys.readouterr().err
     assert expected in shown
     assert len(shown.splitlines()) == 1
@@ -133,37 +117,37 @@ def test_what_cannot_be_is_one_line(
 
 @pytest.mark.program
 def test_ranks_of_a_script_are_alone_on_their_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], run_main: Callable[..., int]
 ) -> None:
     see_gpus(monkeypatch, 1)
     (tmp_path / "script.py").write_text(PLACES.format(folder=str(tmp_path)))
-    code = run_main(monkeypatch, "run", "--nproc", "3", "--one-gpu", str(tmp_path / "script.py"))
+    code = run_main("run", "--nproc", "3", "--one-gpu", str(tmp_path / "script.py"))
     assert code == 0, capfd.readouterr().err
     assert [(tmp_path / str(rank)).read_text().split() for rank in range(3)] == [["3", "0", "3", "Socket"]] * 3
 
 
 @pytest.mark.program
 def test_a_script_that_may_want_more_gpus_is_run_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], run_main: Callable[..., int]
 ) -> None:
     see_gpus(monkeypatch, 1)
     (tmp_path / "script.py").write_text("import os; assert 'NCCL_HOSTID' not in os.environ")
-    assert run_main(monkeypatch, "run", "--nproc", "2", str(tmp_path / "script.py")) == 0
+    assert run_main("run", "--nproc", "2", str(tmp_path / "script.py")) == 0
     assert "warning: if the script wants a GPU per rank: 2 ranks need 2 GPUs" in capfd.readouterr().err
 
 
 @pytest.mark.program
 def test_a_training_whose_ranks_share_a_gpu_can_be_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], run_main: Callable[..., int]
 ) -> None:
     see_gpus(monkeypatch, 1)
     folder = tmp_path / "run"
-    code = run_main(monkeypatch, "train", "--one-gpu", *SMALL, "--run-folder", str(folder))
+    code = run_main("train", "--one-gpu", *SMALL, "--run-folder", str(folder))
     assert code == 0, capfd.readouterr().err
     assert json.loads((folder / "summary.json").read_text())
     assert len(find_recordings(folder / "recording")) == 2
     capfd.readouterr()
-    assert run_main(monkeypatch, "explain", str(folder)) == 0
+    assert run_main("explain", str(folder)) == 0
     assert "2 ranks" in capfd.readouterr().out
 
 

@@ -13,7 +13,7 @@ import typer
 
 from gradsync.errors import ConfigurationError
 from gradsync.tools.cli import main
-from gradsync.tools.cli.options import OPTION, refusing
+from gradsync.tools.cli.failure_message import OPTION, refusing
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -94,8 +94,6 @@ def _idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["gradsync.tools.cli.lab"].Lab, "find", _work)
     # Names of the hub that nobody has: not to be looked for.
     monkeypatch.setattr("gradsync.tools.llm.tokens.TokenizerCodec", _refuse_tokenizer)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Wide enough that no word of typer's is broken.
     monkeypatch.setenv("TERMINAL_WIDTH", "1000")

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gradsync.errors import ConfigurationError
 from gradsync.observe.charts.canvas import PALETTE, PARTS, canvas, colour, style
-from gradsync.observe.charts.kinds import Bar, Point, Series, draw_columns, draw_lanes, draw_steps, draw_timeline, thin
+from gradsync.observe.charts.kinds import Point, Series, draw_columns, draw_lanes, draw_steps, thin
 from gradsync.observe.charts.numbers import compact, duration, size, tick_labels
 from gradsync.observe.charts.page import page_svg, svg_file
 from gradsync.observe.explain.explanation import NAMES
@@ -37,7 +37,7 @@ from tests.recordings import Loop, World
 pytest.importorskip("jinja2", reason="the report needs the extra gradsync[train]")
 pytest.importorskip("matplotlib", reason="the report needs the extra gradsync[train]")
 
-CHARTS = ("loss", "throughput", "norm", "rate", "time", "timeline")
+CHARTS = ("loss", "throughput", "norm", "rate", "time")
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 
@@ -67,19 +67,6 @@ def step_record(step: int, steps: int, chance: random.Random) -> dict[str, Any]:
     }
 
 
-def timeline_record(step: int, *, buckets: int = 8) -> dict[str, Any]:
-    """Buckets become ready one after the other and share one wire; the last two are too late to hide."""
-    end, free, rows = 0.101, 0.0, []
-    for bucket in range(buckets):
-        ready = 0.012 + (end - 0.012) * (bucket + 1) / buckets
-        start = max(ready, free) + 0.0004
-        free = start + 0.0135 * min(1, 7 / buckets)
-        rows.append(
-            {"bucket": bucket, "ready": ready, "start": start, "finish": free, "bytes": 26_214_400 - bucket * 9}
-        )
-    return {"kind": "timeline", "step": step, "backward": [0.0, end], "buckets": rows}
-
-
 CONFIG = {
     "model": "gpt2-124m",
     "data": "stdlib",
@@ -106,7 +93,7 @@ SUMMARY = {
 }
 
 
-def make_run(path: Path, *, steps: int = 600, validations: bool = True, timelines: bool = True, **summary: Any) -> Path:
+def make_run(path: Path, *, steps: int = 600, validations: bool = True, **summary: Any) -> Path:
     """A finished run as ``gradsync train`` leaves it."""
     chance = random.Random(0)
     with RunFolder(path, resume=False) as folder:
@@ -116,8 +103,6 @@ def make_run(path: Path, *, steps: int = 600, validations: bool = True, timeline
             folder.append(record)
             if validations and step % max(1, steps // 12) == 0:
                 folder.append({"kind": "validation", "step": step, "loss": record["loss"] + 0.1})
-            if timelines and step in (3, steps):
-                folder.append(timeline_record(step))
         folder.note(steps, "resumed from runs/demo/checkpoints/step-300")
         folder.write_summary({**SUMMARY, **summary})
     return path
@@ -226,15 +211,6 @@ def test_labels_of_an_axis_do_not_touch() -> None:
     assert boxes[-1].x1 < 448 + 4
 
 
-def test_the_exposed_part_of_a_bucket_has_its_own_colour() -> None:
-    bars = [Bar(name="0", ready=0.1, start=0.2, finish=0.5), Bar(name="1", ready=0.6, start=0.9, finish=1.3)]
-    with style():
-        _, (axes,) = canvas()
-        draw_timeline(axes, bars, (0.0, 1.0))
-    assert [patch.get_facecolor() for patch in axes.patches].count(rgba(colour("green"))) == 2 + 1, "and the legend's"
-    assert [patch.get_facecolor() for patch in axes.patches].count(rgba(PARTS["synchronization"])) == 1 + 1
-
-
 def rgba(shade: str) -> tuple[float, ...]:
     from matplotlib.colors import to_rgba
 
@@ -337,8 +313,8 @@ def test_the_reader_of_pages_can_say_no() -> None:
 def test_the_page_of_a_run(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "demo"))
     assert set(CHARTS) <= set(page.ids)
-    # Loss, throughput, the columns and the timeline for two widths; norm and rate for one.
-    assert len(page.images) == 10
+    # Loss, throughput and the columns for two widths; norm and rate for one.
+    assert len(page.images) == 8
     for words in (
         "gpt2-124m on stdlib",
         "4 ranks × 4 micro-batches a step · 124.4M parameters · run demo",
@@ -346,7 +322,6 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
         "12.5 GiB",
         "600 steps",
         "The training loss went from 9.899 to 3.247",
-        "In step 600 backward took 101 ms. Buckets were on the wire for 94.5 ms, of which 75.1 ms (79%) were hidden",
         "Each column stands for 5 steps.",
         "resumed from runs/demo/checkpoints/step-300",
         "machine.gpus 4 × NVIDIA H200",
@@ -380,7 +355,7 @@ def test_a_recording_tells_waiting_for_a_rank_from_waiting_for_the_wire(tmp_path
     make_run(tmp_path, steps=20)
     record_ranks(tmp_path, Loop(), Loop(forward=0.04))
     page = page_of(tmp_path)
-    assert {"time", "ranks", "timeline"} <= set(page.ids)
+    assert {"time", "ranks"} <= set(page.ids)
     # One rank waits 30 ms, the other none; a step takes 64.7 ms.
     assert "waiting 25.1% of a step: for other ranks 23.2%, for the wire 1.9%" in page.text
     assert "waiting for a rank 23.2% · 15 ms" in page.text
@@ -401,7 +376,7 @@ def percentages(text: str) -> dict[str, str]:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.breadth) for seed in (1, 2))])
 def test_the_bar_its_legend_and_the_text_have_the_same_numbers(tmp_path: Path, seed: int, recorded: bool) -> None:
     chance = random.Random(seed)
-    make_run(tmp_path, steps=20, timelines=False)
+    make_run(tmp_path, steps=20)
     if recorded:
         loops = (Loop(**{name: chance.uniform(0.001, 0.05) for name in vars(Loop())}) for _ in range(3))
         record_ranks(tmp_path, *loops)
@@ -431,7 +406,7 @@ def test_the_bar_its_legend_and_the_text_have_the_same_numbers(tmp_path: Path, s
 
 @pytest.mark.breadth
 def test_waiting_has_one_colour_in_every_picture(tmp_path: Path) -> None:
-    """In the bar, the columns, the lanes, the buckets and a plan; and nothing else has it."""
+    """In the bar, the columns, the lanes and a plan; and nothing else has it."""
     make_run(tmp_path, steps=20)
     record_ranks(tmp_path, Loop(), Loop(forward=0.04))
     html = write_report(tmp_path).read_text(encoding="utf-8")
@@ -442,16 +417,14 @@ def test_waiting_has_one_colour_in_every_picture(tmp_path: Path) -> None:
     shares = time_shares(run, explanation)
     assert shares is not None
     plan = make_report(published("t4-10gbe", "bert-base"), [4], Setting(ranks=1, bucket_mb=25.0), choose_size=False)
-    bars = [Bar(name="0", ready=0.1, start=0.2, finish=0.5)]
     with style():
-        _, (columns, lanes, buckets) = canvas(panels=["", "", ""], shared=False)
+        _, (columns, lanes) = canvas(panels=["", ""], shared=False)
         draw_columns(columns, shares.edges, shares.columns)
         draw_lanes(lanes, lanes_of(explanation), names_of())
-        draw_timeline(buckets, bars, (0.0, 1.0))
         steps = draw_plan(plan).axes[0]
     named = [
         (label, tuple(handle.patches[0].get_facecolor()))
-        for axes in (lanes, buckets, steps)
+        for axes in (lanes, steps)
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         if hasattr(handle, "patches")
     ]
@@ -503,15 +476,14 @@ def test_records_of_several_steps(tmp_path: Path) -> None:
 def test_runs_of_any_length(tmp_path: Path, steps: int) -> None:
     page = page_of(make_run(tmp_path / "run", steps=steps))
     assert ("No step was recorded." in page.text) == (steps == 0)
-    assert (set(CHARTS) - {"timeline"} <= set(page.ids)) == (steps > 0)
+    assert (set(CHARTS) <= set(page.ids)) == (steps > 0)
     assert (tmp_path / "run" / "report.html").stat().st_size < 600_000
 
 
 def test_what_was_not_recorded_is_not_drawn(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "run", steps=20, validations=False, timelines=False))
-    assert "timeline" not in page.ids
+    page = page_of(make_run(tmp_path / "run", steps=20, validations=False))
     assert "validation loss" not in page.text
-    assert "Not recorded in this run: validation, timeline." in page.text
+    assert "Not recorded in this run: validation." in page.text
 
 
 def test_a_run_under_way_says_so(tmp_path: Path) -> None:
@@ -572,25 +544,11 @@ def test_everything_from_the_run_is_escaped(tmp_path: Path) -> None:
     with RunFolder(tmp_path / "run", resume=False) as folder:
         folder.write_config({"model": evil, "data": evil, evil: {evil: evil}, "machine": evil, "torch": [evil]})
         folder.append({"kind": "step", "step": 1, "loss": 1.0})
-        bucket = {"bucket": evil, "ready": 0.0, "start": 0.1, "finish": 0.2, "bytes": 1}
-        folder.append({"kind": "timeline", "step": 1, "backward": [0.0, 0.1], "buckets": [bucket]})
         folder.note(1, evil)
         folder.write_summary({evil: evil, "digest": evil})
     page = page_of(tmp_path / "run")
     assert page.scripts == 1
     assert evil in page.text
-
-
-@pytest.mark.breadth
-def test_many_buckets_and_incomplete_ones(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, resume=False) as folder:
-        folder.append({"kind": "step", "step": 1})
-        record = timeline_record(1, buckets=150)
-        record["buckets"] += [{"bucket": 900, "ready": 0.1, "start": None, "finish": None, "bytes": 4}]
-        folder.append(record)
-    page = page_of(tmp_path)
-    assert "timeline" in page.ids
-    assert "900 ·" not in page.text
 
 
 def test_no_run_and_no_jinja(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -663,8 +621,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_console_stays_empty_and_the_charts_are_there(tmp_path: Path, shown: Path) -> None:
     dom, console = browse(shown, tmp_path, "--dump-dom")
     assert console == []
-    assert dom.count("<svg") == 10
-    # The script has run: it lays a pane over each chart that reads out values, all but bars and timelines.
+    assert dom.count("<svg") == 8
+    # The script has run: it lays a pane over each chart that reads out values, all but bars.
     assert dom.count('fill="transparent"') == 8
     assert 'id="readout"' in dom
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 
 from gradsync.errors import ConfigurationError
 from gradsync.tools.run.account import Account, find_accounts, read_account
-from tests.scripts import free_port, run_scripts
+from tests.scripts import free_port, in_new_interpreters, run_scripts
 from tests.zygote import fork, run_python
 
 # One worker runs them all: they take their time from the same two cores.
@@ -54,20 +53,6 @@ dist.destroy_process_group()
 
 def gradsync_run(*arguments: str, folder: Path, **options: Any) -> "subprocess.CompletedProcess[str]":
     return run_python("-m", "gradsync", "run", *arguments, folder=folder, **options)
-
-
-def clean_environment() -> dict[str, str]:
-    left_out = (
-        "PYTHONPATH",
-        "PYTHONHOME",
-        "VIRTUAL_ENV",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
-    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def write(folder: Path, text: str, name: str = "script.py") -> Path:
@@ -259,9 +244,9 @@ def test_under_another_launcher_rank_0_speaks_of_all(tmp_path: Path) -> None:
 
 
 def test_a_script_may_start_its_ranks(tmp_path: Path) -> None:
-    """They import the script anew, and must not find torch's class in doing so."""
+    """They import the script again, and must not find torch's class in doing so."""
     command = ["--nproc", "0", "--record", "record", str(UNCHANGED / "ddp_basics.py"), "--spawn", "2", "--epochs", "1"]
-    # A process that is spawned is a fresh interpreter, whoever starts it.
+    # A process that is spawned is a fresh interpreter, however it is started.
     variables = {**os.environ, "MASTER_PORT": str(free_port()), "MASTER_ADDR": "localhost"}
     told = gradsync_run(*command, folder=tmp_path, variables=variables, timeout=120)
     assert told.returncode == 0, told.stderr
@@ -501,26 +486,13 @@ dist.destroy_process_group()
 """
 
 
-def in_new_interpreters(*arguments: str, folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Not forked: what counts is what a Python does when it starts."""
-    return subprocess.run(
-        [sys.executable, "-m", "gradsync", "run", "--nproc", "0", *arguments],
-        cwd=folder,
-        env=clean_environment() | variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_ranks_that_fabric_starts_have_the_same_class(keep: bool, tmp_path: Path) -> None:
+def test_ranks_that_fabric_starts_keep_torchs_class_on_request(tmp_path: Path) -> None:
+    """Without --keep they have ours: tests/test_real_packages.py."""
     pytest.importorskip("lightning_fabric")
     write(tmp_path, FABRIC)
-    told = in_new_interpreters(*(["--keep"] if keep else []), "script.py", folder=tmp_path)
+    told = in_new_interpreters("--nproc", "0", "--keep", "script.py", folder=tmp_path)
     assert told.returncode == 0, told.stderr
-    module = "torch.nn.parallel.distributed" if keep else "gradsync.parallel.data_parallel"
-    assert told.stdout.count(module) == 2, told.stdout
+    assert told.stdout.count("torch.nn.parallel.distributed") == 2, told.stdout
     assert "3 optimizer steps on 2 ranks" in told.stderr
 
 
@@ -528,9 +500,8 @@ def test_ranks_that_a_shell_starts_have_our_class_and_their_own_customization(tm
     write(tmp_path, STARTING)
     write(tmp_path, STARTED, "rank.py")
     write(tmp_path, "print('customized', flush=True)", "own/sitecustomize.py")
-    told = in_new_interpreters(
-        "script.py", str(free_port()), "-u", "-u", folder=tmp_path, PYTHONPATH=str(tmp_path / "own")
-    )
+    command = ["--nproc", "0", "script.py", str(free_port()), "-u", "-u"]
+    told = in_new_interpreters(*command, folder=tmp_path, PYTHONPATH=str(tmp_path / "own"))
     assert told.returncode == 0, told.stderr
     # Of this process, of the two ranks, and of no shell.
     assert told.stdout.count("customized") == 3
@@ -542,7 +513,7 @@ def test_ranks_of_which_one_has_torchs_class_are_told_so(tmp_path: Path) -> None
     """A Python that ignores its environment cannot be reached."""
     write(tmp_path, STARTING)
     write(tmp_path, STARTED, "rank.py")
-    told = in_new_interpreters("script.py", str(free_port()), "-u", "-E", folder=tmp_path)
+    told = in_new_interpreters("--nproc", "0", "script.py", str(free_port()), "-u", "-E", folder=tmp_path)
     assert told.returncode != 0
     assert "rank 0 wraps its model in gradsync's DistributedDataParallel, and rank 1 in torch's" in told.stderr
     assert "use the same class on all ranks" in told.stderr
@@ -576,67 +547,6 @@ def test_installed_libraries_have_accelerates_own_class(tmp_path: Path) -> None:
     assert told.returncode == 0, told.stderr
     ours = "gradsync.accelerator.accelerator"
     assert told.stdout.splitlines() == [" ".join([ours] * 3), "accelerate.accelerator", "<class 'int'>"]
-
-
-TRAINER = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import torch
-from torch import nn
-from transformers import Trainer, TrainingArguments
-from transformers.utils import logging
-logging.set_verbosity_error()
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-
-    def forward(self, x, labels):
-        output = self.linear(x)
-        return {"loss": (output - labels).square().mean(), "logits": output}
-
-torch.manual_seed(0)
-data = [{"x": torch.randn(4), "labels": torch.ones(1)} for _ in range(16)]
-arguments = TrainingArguments(
-    output_dir=".", use_cpu=True, report_to=[], max_steps=3, per_device_train_batch_size=2, disable_tqdm=True,
-    save_strategy="no", logging_strategy="no", optim="sgd", learning_rate=0.1, gradient_accumulation_steps=2,
-)
-trainer = Trainer(Net(), arguments, train_dataset=data)
-trainer.train()
-print(f"{type(trainer.accelerator).__module__} {type(trainer.model_wrapped).__module__}", flush=True)
-"""
-
-
-def elsewhere(way: str, folder: Path) -> tuple[str, dict[str, str]]:
-    """A Python that has our packages from another one's folder, and what it needs in its environment."""
-    packages = [each for each in sys.path if each.endswith("site-packages")]
-    source = str(Path(__file__).parents[2] / "src")
-    if way == "PYTHONPATH":
-        return sys._base_executable, {"PYTHONPATH": os.pathsep.join([source, *packages])}  # type: ignore[attr-defined]
-    venv.create(folder / "env", symlinks=True)
-    (own,) = (folder / "env").glob("lib/python*/site-packages")
-    (own / "others.pth").write_text("\n".join([source, *packages]))
-    return str(folder / "env" / "bin" / "python"), {}
-
-
-@pytest.mark.parametrize("way", ["PYTHONPATH", ".pth"])
-def test_a_trainer_from_another_folder_of_packages_has_accelerates_class_on_ours(way: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    write(tmp_path, TRAINER)
-    python, variables = elsewhere(way, tmp_path)
-    # Not forked: what counts is how a new interpreter finds its packages.
-    told = subprocess.run(
-        [python, "-m", "gradsync", "run", "--nproc", "2", "script.py"],
-        cwd=tmp_path,
-        env=clean_environment() | variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.count("accelerate.accelerator gradsync.parallel.data_parallel") == 2, told.stdout
-    assert "3 optimizer steps on 2 ranks" in told.stderr
 
 
 def test_another_version_of_an_account_is_refused(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from gradsync.tools.run.account import (
     account_path,
     find_accounts,
     read_account,
-    tell,
+    summarize,
     write_account,
 )
 from gradsync.tools.run.running import is_library
@@ -40,7 +40,7 @@ def wrapper(**changes: Any) -> WrapperAccount:
     values: dict[str, Any] = {
         **{"kind": "torch", "model": "Net", "parameters": 88, "nbytes": 352, "buckets": 2},
         **{"steps": 5, "backwards": 20, "synchronized": 20, "wasted": 15, "collectives": 40, "broadcasts": 0},
-        **{"backward_with": 0.004, "backward_without": 0.001, "wire": None, "hidden": None},
+        **{"backward_with": 0.004, "backward_without": 0.001, "communication": None, "hidden": None},
     }
     return WrapperAccount(**{**values, **changes})
 
@@ -55,7 +55,7 @@ def account(rank: int = 0, *wrappers: WrapperAccount, **changes: Any) -> Account
 
 
 def test_what_is_wasted_is_told_with_what_it_costs() -> None:
-    text = "\n".join(tell([account(0, wrapper()), account(1, wrapper())], "train.py"))
+    text = "\n".join(summarize([account(0, wrapper()), account(1, wrapper())], "train.py"))
     assert "8 collectives a step (2 buckets), 4 of 4 backwards synchronized" in text
     assert "WASTED: 75% of them, 6 a step" in text
     # 15 times 3 ms of half a second.
@@ -63,27 +63,27 @@ def test_what_is_wasted_is_told_with_what_it_costs() -> None:
 
 
 def test_a_measured_wire_goes_before_a_comparison() -> None:
-    assert wrapper(wire=0.005, hidden=0.003).exposed == pytest.approx(0.002)
-    assert wrapper(wire=0.005, hidden=0.006).exposed == 0
+    assert wrapper(communication=0.005, hidden=0.003).exposed == pytest.approx(0.002)
+    assert wrapper(communication=0.005, hidden=0.006).exposed == 0
     assert wrapper().exposed == pytest.approx(0.003)
     assert wrapper(backward_without=None).exposed is None
 
 
 def test_ranks_that_left_nothing_are_named() -> None:
-    line, *_ = tell([account(0, wrapper(), world_size=4), account(2, wrapper())], "train.py")
+    line, *_ = summarize([account(0, wrapper(), world_size=4), account(2, wrapper())], "train.py")
     assert line.startswith("there is no account of rank 1 and rank 3")
 
 
 def test_a_script_without_a_wrapper_is_one_line() -> None:
-    (line,) = tell([account(called={"all_reduce": 3}), account(1)], "train.py")
+    (line,) = summarize([account(called={"all_reduce": 3}), account(1)], "train.py")
     assert "train.py never wrapped a model" in line
     assert "it started 3 collectives itself" in line
-    (line,) = tell([account(world_size=1)], "train.py")
+    (line,) = summarize([account(world_size=1)], "train.py")
     assert "see --nproc" in line
 
 
 def test_a_model_that_no_optimizer_knows_is_told() -> None:
-    (line,) = tell([account(0, wrapper(steps=0), steps=0), account(1, wrapper(steps=0), steps=0)], "train.py")
+    (line,) = summarize([account(0, wrapper(steps=0), steps=0), account(1, wrapper(steps=0), steps=0)], "train.py")
     assert "no optimizer stepped" in line
 
 

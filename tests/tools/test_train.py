@@ -8,16 +8,17 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from gradsync import Accelerator
 from gradsync.errors import ConfigurationError
-from gradsync.tools.cli.main import main
+from gradsync.observe.recording import Recorder
 from gradsync.tools.llm.run import run as run_here
 from gradsync.tools.llm.run_folder import read_metrics
 from gradsync.tools.llm.settings import TrainSettings
@@ -73,11 +74,16 @@ def settings_for(folder: Path, text: Path, **changes: Any) -> TrainSettings:
     )
 
 
+def trainer_of(settings: TrainSettings) -> tuple[Trainer, Accelerator]:
+    recorder = Recorder()
+    accelerator = make_accelerator(settings, recorder, cpu=True)
+    return Trainer(settings, accelerator, recorder, prepare_tokens(settings.data)), accelerator
+
+
 def train(settings: TrainSettings) -> tuple[list[tuple[float, float]], list[torch.Tensor], float]:
     """A run on the ranks of the caller; losses are those of rank 0."""
     torch.set_num_threads(1)
-    accelerator, timeline = make_accelerator(settings, cpu=True)
-    trainer = Trainer(settings, accelerator, timeline, prepare_tokens(settings.data))
+    trainer, accelerator = trainer_of(settings)
     losses = Losses()
     outcome = trainer.run(losses)
     assert outcome.proof.equal, outcome.proof
@@ -135,15 +141,15 @@ class Saves(Losses):
 
 
 def train_and_save(settings: TrainSettings) -> list[tuple[int, int]]:
-    accelerator, timeline = make_accelerator(settings, cpu=True)
-    trainer, saves = Trainer(settings, accelerator, timeline, prepare_tokens(settings.data)), Saves()
+    trainer, accelerator = trainer_of(settings)
+    saves = Saves()
     trainer.run(saves)
     accelerator.free_memory()
     return saves.heard
 
 
 def test_a_step_is_told_of_before_it_is_saved(tmp_path: Path, text: Path) -> None:
-    """Or whoever goes on from there, after the run was killed, would never be told."""
+    """Or a run that resumes there, after it was killed, would never record it."""
     heard, _ = pool_of(2).run(train_and_save, settings_for(tmp_path / "run", text, checkpoint_every=3))
     assert heard == [(3, 3), (6, 6), (8, 8)]
 
@@ -200,8 +206,7 @@ def test_local_steps_end_in_one_model_and_go_on(tmp_path: Path, text: Path) -> N
 
 def train_until(settings: TrainSettings, step: int) -> None:
     """Runs into a wall after `step` steps; the checkpoint of that step has been written."""
-    accelerator, timeline = make_accelerator(settings, cpu=True)
-    trainer = Trainer(settings, accelerator, timeline, prepare_tokens(settings.data))
+    trainer, accelerator = trainer_of(settings)
     ordinary = trainer._train_step
 
     def limited(*arguments: Any) -> Any:
@@ -331,8 +336,7 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path, text: Path, uninterrupted
 
 
 def loaded_step(settings: TrainSettings) -> tuple[int, list[str]]:
-    accelerator, timeline = make_accelerator(settings, cpu=True)
-    trainer = Trainer(settings, accelerator, timeline, prepare_tokens(settings.data))
+    trainer, accelerator = trainer_of(settings)
     accelerator.free_memory()
     return trainer.step, trainer.notes
 
@@ -382,6 +386,7 @@ def test_bad_input_is_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    run_main: Callable[..., int],
     arguments: tuple[object, ...],
     words: str,
 ) -> None:
@@ -391,11 +396,7 @@ def test_bad_input_is_one_line(
     (tmp_path / "occupied" / "precious").write_text("do not touch")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    given = ["--cpu", "--nproc", 1, "--model", "nano", *arguments]
-    monkeypatch.setattr(sys, "argv", ["gradsync", "train", *map(str, given)])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
+    assert run_main("train", *map(str, ["--cpu", "--nproc", 1, "--model", "nano", *arguments])) == 2
     said = capfd.readouterr().err
     assert words in said
     assert len(said.strip().splitlines()) == 1, said

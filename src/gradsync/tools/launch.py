@@ -52,7 +52,7 @@ SHELL_SIGNAL_BASE = 128
 # Of a launcher above this process: the ranks meet at a place of their own.
 NOT_INHERITED = "TORCHELASTIC_"
 PR_SET_PDEATHSIG = 1
-# By this name torchrun tells a rank how often the ranks have been started again.
+# torchrun's count of how often the ranks have been started again.
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -110,11 +110,11 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """As a shell tells it: 128 + n stands for signal n."""
+        """As a shell has it: 128 + n stands for signal n."""
         return SHELL_SIGNAL_BASE - self.code if self.code < 0 else self.code
 
     def obeys(self, number: signal.Signals) -> bool:
-        """Whether it only says that the signal was obeyed."""
+        """Whether it only means that the signal was obeyed."""
         return self.exit_code == SHELL_SIGNAL_BASE + number
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ def standalone(ranks: int, restarts: tuple[int, int] = (0, 0)) -> Iterator[list[
     """The places of that many ranks on this machine, as ``torchrun --standalone`` makes them.
 
     They rendezvous at a store that is open to this machine only. This process holds it, so it outlives every rank.
-    ``restarts`` tells them how often they were started before, and how often they may be.
+    ``restarts``: how often they were started before, and how often they may be.
     """
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -226,8 +226,8 @@ class RankProcesses:
         return self.failure()
 
     def take_ended(self, timeout: float) -> list[tuple[RankPlace, int]]:
-        """Waits at most so long for ranks to end; those that have, with their codes, are forgotten with all they have
-        started. For who goes on without them, or starts others in their places."""
+        """Wait at most ``timeout`` seconds for ranks to end; those that have, with their codes, are forgotten with all
+        they have started. For a caller that goes on without them, or starts others in their places."""
         self._await_ends(min(timeout, self._tick))
         ended = [process for process in self._processes if process.code is not None]
         self._processes = [process for process in self._processes if process.code is None]
@@ -246,7 +246,7 @@ class RankProcesses:
         """The number of each process, by rank."""
         return {process.place.rank: process.pid for process in self._processes}
 
-    def tell(self, number: signal.Signals, *, pause: float = 0.0) -> None:
+    def send(self, number: signal.Signals, *, pause: float = 0.0) -> None:
         """Send a signal to all ranks still running, each with a ``pause`` to obey it before the next.
 
         A stopped rank is woken: it could not obey, and the others would wait for it until the end of the grace period.
@@ -276,7 +276,7 @@ class RankProcesses:
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Ask all running ranks to exit, and kill what is left after the grace period, and children of exited ranks."""
-        self.tell(number)
+        self.send(number)
         self.running_after(self._grace)
         self.kill()
 
@@ -295,7 +295,7 @@ class RankProcesses:
     def noting_signals(self) -> Iterator[None]:
         """SIGINT, SIGTERM and SIGHUP are kept in ``signals`` meanwhile, and end :meth:`wait`, instead of being raised.
 
-        One that comes while ranks are being stopped kills them at once. For the main thread, the only one that hears of
+        One that comes while ranks are being stopped kills them at once. For the main thread, the only one that gets
         signals.
         """
 
@@ -377,7 +377,7 @@ def _be_rank(place: RankPlace, parent: int, action: Callable[[], object]) -> NoR
 
 def _say_goodbye(error: BaseException | None = None) -> None:
     """To the ranks that watch this one, which else would take its end for that of a killed process."""
-    # Who has imported no watch has none; the launcher itself must not import it.
+    # A process that has imported no watch has none; the launcher itself must not import it.
     watch = sys.modules.get("gradsync.health.watch")
     if watch is not None:
         with suppress(Exception):
@@ -407,7 +407,7 @@ def signals_raise() -> Iterator[None]:
     before: dict[signal.Signals, Any] = {}
     try:
         for number in STOPPING:
-            # Only the main thread may, and a handler that somebody has set knows better.
+            # Only the main thread may, and a handler that was set before takes precedence.
             with suppress(ValueError):
                 if signal.getsignal(number) is signal.SIG_DFL:
                     before[number] = signal.signal(number, _raise_once)

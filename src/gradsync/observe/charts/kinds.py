@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HINT",
-    "Bar",
     "Lane",
     "Point",
     "Series",
@@ -30,7 +29,6 @@ __all__ = [
     "draw_rows",
     "draw_stacks",
     "draw_steps",
-    "draw_timeline",
     "name_ends",
     "thin",
 ]
@@ -66,19 +64,6 @@ class Series:
     spans: Sequence[tuple[float, float]] = ()
     style: Literal["line", "dashed", "faint", "band", "dots"] = "line"
     width: float = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """One row of a timeline: waits from ``ready`` on, is under way from ``start`` to ``finish``. In ``gathers`` new
-    parameters are: when each began and ended, and a hint."""
-
-    name: str
-    ready: float
-    start: float
-    finish: float
-    hint: str = ""
-    gathers: tuple[tuple[float, float, str], ...] = ()
 
 
 def _plain(axes: "Axes", grid: Literal["x", "y"]) -> None:
@@ -313,47 +298,6 @@ def _time_axis(axes: "Axes", words: str) -> None:
     axes.set_xlabel(words, loc="right")
     _plain(axes, "x")
     axes.spines["left"].set_visible(False)
-
-
-def draw_timeline(axes: "Axes", bars: Sequence[Bar], backward: tuple[float, float]) -> None:
-    """One row a bucket: a thin line while it waits, a bar while it is in flight, cut where backward ends."""
-    gathers = [(row, *gather) for row, bar in enumerate(bars, start=1) for gather in bar.gathers]
-    last = max([backward[1], *(bar.finish for bar in bars)]) or 1.0
-    factor, unit = _unit(last)
-    begin, end = (moment * factor for moment in backward)
-    low = min([begin, *(bar.ready * factor for bar in bars), *(since * factor for _, since, _, _ in gathers)])
-
-    def draw(row: int, since: float, until: float, height: float, colour: str, hint: str) -> None:
-        if until > since:
-            # At least a hair: a bucket that took no time at this scale was there all the same.
-            length = max(until - since, (last * factor - low) / 1000)
-            axes.barh(row, length, height, left=since, color=colour, gid=HINT + hint, zorder=2)
-
-    waiting, hidden, exposed = PARTS["waiting"], PARTS["hidden"], PARTS["exposed"]
-    names = {"backward": PARTS["backward"], "ready, waits": waiting, "communication behind backward": hidden}
-    if gathers:
-        names["new parameters"] = PARTS["update"]
-    for name, shade in {**names, "exposed": exposed}.items():
-        axes.barh(0, 0, color=shade, label=name)
-    draw(0, begin, end, 0.86, PARTS["backward"], "backward computes")
-    for row, bar in enumerate(bars, start=1):
-        ready, start, finish = (moment * factor for moment in (bar.ready, bar.start, bar.finish))
-        draw(row, ready, start, 0.12, waiting, bar.hint)
-        draw(row, start, min(finish, end), 0.76, hidden, bar.hint)
-        draw(row, max(start, end), finish, 0.76, exposed, bar.hint)
-        axes.plot([ready] * 2, [row - 0.38, row + 0.38], color=SOFT, linewidth=1.2)
-    for row, since, until, hint in gathers:
-        draw(row, since * factor, until * factor, 0.4, PARTS["update"], hint)
-    axes.axvline(end, color=INK, linewidth=1.2, linestyle=(0, (4, 3)))
-    side: Any = "right" if end - low > (last * factor - low) / 4 else "left"
-    axes.text(end, 1.01, "end of backward", transform=axes.get_xaxis_transform(), va="bottom", ha=side)
-    # Rows may be lower than letters are high: then only every so many have a name.
-    every = math.ceil(LINE * (len(bars) + 4) / axes.figure.bbox.height)
-    labels = ["backward", *(textwrap.shorten(bar.name, 30, placeholder="…") for bar in bars)]
-    axes.set_yticks(range(0, len(labels), every), labels[::every])
-    axes.set_ylim(len(bars) + 0.5, -0.5)
-    axes.set_xlim(low, last * factor)
-    _time_axis(axes, f"{unit} since backward began")
 
 
 # -- lanes ------------------------------------------------------------------------------------------------------------

@@ -248,9 +248,13 @@ class Recorder(Marker):
     @property
     def steps(self) -> list[Step]:
         """The last steps, oldest first. On a GPU it waits for them."""
+        return self.steps_since(0)
+
+    def steps_since(self, number: int) -> list[Step]:
+        """Of :attr:`steps` those from ``number`` on."""
         if self._cut:
             self._end_step()
-        return self._read(list(self._steps))
+        return self._read([each for each in list(self._steps) if each[0] >= number])
 
     @property
     def recording(self) -> Recording | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
-from gradsync.tools.cli.options import refusing
+from gradsync.tools.cli.failure_message import INTERRUPTED, refusing
 
 if TYPE_CHECKING:
     from gradsync.tools.bench.report import BenchScreen
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["bench"]
 
 ALL, REPORT, FAULTS = "all", "report", "faults"
-INTERRUPTED = 130
 
 
 def bench(

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gradsync.tools.cli.options import MPS_HELP, ONE_GPU_HELP, GpuChoice
+from gradsync.tools.cli.launching import MPS_HELP, ONE_GPU_HELP, GpuChoice
 from gradsync.tools.doctor import Finding, Status, examine
 from gradsync.tools.doctor.checks import place_of, versions
 

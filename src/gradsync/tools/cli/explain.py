@@ -15,7 +15,7 @@ from gradsync.health.watch.dump import explain_dumps, find_dumps, read_dump
 from gradsync.observe.explain import Explanation, explain_recordings
 from gradsync.observe.explain.explanation import ADVICE_TITLE, BAR, BUCKET_COLUMNS, bar, gained
 from gradsync.observe.recording import find_recordings, read_models, read_recordings
-from gradsync.tools.cli.options import refusing
+from gradsync.tools.cli.failure_message import refusing
 
 __all__ = ["explain", "shown"]
 

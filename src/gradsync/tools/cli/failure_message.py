@@ -1,24 +1,24 @@
-"""One root cause: ranks tell the launcher why they end, and it shows the traceback of the one that failed first.
+"""The root cause of a failed run: ranks leave exit records, and the launcher shows the one that failed first.
 
 What fails on one rank fails on all others a moment later, and every process would print what it saw, all at once. So a
-rank leaves its error in a piece of memory that the launcher has handed it, and says nothing itself. It has no name in
-any file system, and is gone with the processes. Ranks that others have started (torchrun, mpirun, srun) have none, and
-print for themselves.
+rank writes its error into a piece of anonymous memory that the launcher has handed it, and prints nothing. Ranks that
+others have started (torchrun, mpirun, srun) have none, and print for themselves.
 
-[Note: who was first] A rank writes before anybody else can notice that it fails: before it says goodbye, and before its
-connections close. So whoever fails because of it writes later, however late the launcher sees either of them end. A
-rank that was killed, or called ``os._exit()``, writes nothing. It is gone before others notice, so each of these finds
-it gone when it writes, and says so.
+[Note: who was first] A rank writes before any other can notice that it fails: before it says goodbye, and before its
+connections close. So ranks that fail because of it write later, however late the launcher sees either of them end. A
+rank that was killed, or called ``os._exit()``, writes nothing. It is gone before others notice, so each of them finds
+it gone when it writes, and notes that.
 """
 
 import json
 import math
 import os
+import re
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -32,34 +32,51 @@ __all__ = [
     "DEBUG",
     "FAILED",
     "INTERRUPTED",
+    "OPTION",
     "WRONG_USE",
+    "ExitRecord",
+    "ExitRecords",
     "FailureReport",
-    "LastWords",
-    "Statements",
     "exit_code_of",
-    "is_heard",
-    "last_words_of",
-    "leave_last_words",
+    "exit_record_of",
+    "has_launcher",
     "one_line",
-    "write_last_words",
+    "refusing",
+    "report_exit",
+    "write_exit_record",
 ]
 
 DEBUG = "GRADSYNC_DEBUG"
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
 # The number of the descriptor, for a rank. Not for users: the launcher sets it.
-VARIABLE = "GRADSYNC_LAST_WORDS"
-MEMORY = "gradsync-last-words"
-MOST_LETTERS = 100_000
-# What torch raises for a lost peer is an error of these classes, or a RuntimeError in these words of Gloo.
+VARIABLE = "GRADSYNC_EXIT_MESSAGE"
+MEMORY = "gradsync-exit-message"
+MOST_CHARACTERS = 100_000
+# What torch raises for a lost peer is an error of these classes, or a RuntimeError with one of these messages of Gloo.
 LOST_PEER_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-LOST_PEER_WORDS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport/")
+LOST_PEER_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport/")
 # Of the flags in /proc/PID/stat: set before the kernel closes what the process has open.
 PF_EXITING = 0x4
-LETTERS_A_LINE = 260
-# So many letters in common are the same error.
+LINE_LENGTH = 260
+# Messages with as many characters in common are the same error.
 REPEATED = 60
 # By which the launcher ends ranks.
 ENDING = (-signal.SIGTERM, -signal.SIGKILL)
+
+
+# An option as it is typed: not inside of a word, and not what somebody gave as a value, such as '--foo' or -inf.
+OPTION = re.compile(r"(?<![\w'\"-])--[a-z][a-z-]*\b")
+
+
+@contextmanager
+def refusing(option: str) -> Iterator[None]:
+    """Put ``option`` in front of a :class:`~gradsync.base.errors.ConfigurationError` that names no option."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if OPTION.search(str(error)):
+            raise
+        raise ConfigurationError(f"{option}: {error}") from error
 
 
 def exit_code_of(error: BaseException | None) -> int:
@@ -77,7 +94,7 @@ def one_line(error: BaseException) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastWords:
+class ExitRecord:
     """Why a rank ends: ``at`` what time of day, with which exit ``code``, and whether only because of another rank.
 
     ``gone`` are the ranks whose processes had ended by then. ``is_printed``: the rank prints its error itself.
@@ -93,7 +110,7 @@ class LastWords:
     gone: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, data: bytes) -> "LastWords | None":
+    def read(cls, data: bytes) -> "ExitRecord | None":
         try:
             return from_json(cls, json.loads(data))
         except ValueError:
@@ -109,8 +126,8 @@ class LastWords:
 # -- in a rank --------------------------------------------------------------------------------------------------------
 
 
-def is_heard() -> bool:
-    """Whether a launcher keeps what this rank says of its end."""
+def has_launcher() -> bool:
+    """Whether a launcher reads the exit record of this process."""
     return _descriptor() is not None
 
 
@@ -124,39 +141,39 @@ def _descriptor() -> int | None:
     return int(number) if is_ours else None
 
 
-def leave_last_words(error: BaseException, *, at: float, then: Callable[[BaseException], object] | None = None) -> None:
-    """Tell the launcher of ``error``, which was raised ``at`` that time of day, call ``then``, and end this process.
+def report_exit(error: BaseException, *, at: float, then: Callable[[BaseException], object] | None = None) -> None:
+    """Leave a record of ``error``, raised ``at`` that time of day, call ``then``, and end this process.
 
-    Returns if nobody listens, or if somebody has pressed Ctrl-C: then the error takes its usual way.
+    Returns without a launcher to read it, or after Ctrl-C: then the error takes its usual way.
     """
     is_plain = isinstance(error, GradsyncError) and os.environ.get(DEBUG, "") in ("", "0")
     # What gradsync says is written to be understood without one.
-    words = last_words_of(error, at=at, trace="" if is_plain else _trace_of(error))
-    is_heard = not isinstance(error, KeyboardInterrupt) and write_last_words(words)
+    record = exit_record_of(error, at=at, trace="" if is_plain else _trace_of(error))
+    has_launcher = not isinstance(error, KeyboardInterrupt) and write_exit_record(record)
     if then is not None:
         then(error)
-    if is_heard:
+    if has_launcher:
         os._exit(exit_code_of(error))
 
 
-def last_words_of(error: BaseException | None, *, at: float, trace: str = "", is_printed: bool = False) -> LastWords:
-    """What is to be said of ``error``; None: the script has come to its end."""
+def exit_record_of(error: BaseException | None, *, at: float, trace: str = "", is_printed: bool = False) -> ExitRecord:
+    """The record of ``error``; None: the script has come to its end."""
     if error is None:
-        return LastWords(at=at, kind="", message="came to the end of its script", code=0)
+        return ExitRecord(at=at, kind="", message="came to the end of its script", code=0)
     is_exit = isinstance(error, SystemExit)
-    return LastWords(
+    return ExitRecord(
         at=at,
         kind=SystemExit.__name__ if is_exit else type(error).__name__,
         message=f"called {exit_call(error)}" if isinstance(error, SystemExit) else one_line(error),
-        trace="" if is_exit else trace[-MOST_LETTERS:],
+        trace="" if is_exit else trace[-MOST_CHARACTERS:],
         code=exit_code_of(error),
-        is_consequence=any(map(_tells_of_a_lost_peer, _causes_of(error))),
+        is_consequence=any(map(_is_lost_peer, _causes_of(error))),
         is_printed=is_printed,
     )
 
 
-def write_last_words(words: LastWords) -> bool:
-    """Leave them with the launcher, once; returns whether there is one, which listens to this process."""
+def write_exit_record(record: ExitRecord) -> bool:
+    """Leave it with the launcher, once; returns whether there is one that reads it."""
     descriptor = _descriptor()
     if descriptor is None:
         return False
@@ -169,7 +186,7 @@ def write_last_words(words: LastWords) -> bool:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # closed, or none
             stream.flush()
-    data = json.dumps(vars(replace(words, gone=gone))).encode()
+    data = json.dumps(vars(replace(record, gone=gone))).encode()
     os.pwrite(descriptor, data, 0)
     os.ftruncate(descriptor, len(data))
     return True
@@ -184,10 +201,10 @@ def _causes_of(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _tells_of_a_lost_peer(error: BaseException) -> bool:
+def _is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, PeerFailedError) or type(error).__name__ in LOST_PEER_ERRORS:
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(words in str(error) for words in LOST_PEER_WORDS)
+    return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in LOST_PEER_MESSAGES)
 
 
 def _is_gone(process: int) -> bool:
@@ -210,8 +227,8 @@ def _trace_of(error: BaseException) -> str:
 # -- in the launcher --------------------------------------------------------------------------------------------------
 
 
-class Statements:
-    """The memory in which ranks leave their last words. Until then the launcher's words are there: the processes."""
+class ExitRecords:
+    """The memory in which ranks leave exit records. Until then it holds the process ids, from the launcher."""
 
     def __init__(self, ranks: int) -> None:
         self._memories: list[int] = []
@@ -222,7 +239,7 @@ class Statements:
             self.__exit__()
             raise
 
-    def __enter__(self) -> "Statements":
+    def __enter__(self) -> "ExitRecords":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -233,18 +250,18 @@ class Statements:
         """What the rank needs to know."""
         return {VARIABLE: str(self._memories[rank])}
 
-    def tell(self, processes: Mapping[int, int]) -> None:
-        """Tell all ranks the numbers of their processes, by rank."""
+    def publish(self, processes: Mapping[int, int]) -> None:
+        """Let all ranks know the process ids, by rank."""
         data = json.dumps({"processes": processes}).encode()
         for memory in self._memories:
             # A rank that has failed already needs them no more.
             if not _content(memory):
                 os.pwrite(memory, data, 0)
 
-    def words(self) -> dict[int, LastWords]:
+    def read(self) -> dict[int, ExitRecord]:
         """By rank."""
-        told = {rank: LastWords.read(_content(memory)) for rank, memory in enumerate(self._memories)}
-        return {rank: words for rank, words in told.items() if words is not None}
+        records = {rank: ExitRecord.read(_content(memory)) for rank, memory in enumerate(self._memories)}
+        return {rank: record for rank, record in records.items() if record is not None}
 
 
 def _content(memory: int) -> bytes:
@@ -263,15 +280,15 @@ def _processes(data: bytes) -> dict[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """Why a run failed. ``early`` are the ranks that had failed before the others were asked to end, which was
-    ``told_at`` that time of day; ``failures`` are all of them. ``signals`` have come before any had: then ranks do no
+    """Why a run failed. ``early`` are the ranks that had failed before the others were asked to end, at
+    ``stopped_at`` (time of day); ``failures`` are all of them. ``signals`` have come before any had: then ranks do no
     more than obey."""
 
     early: Sequence[Failure]
     failures: Sequence[Failure]
-    words: Mapping[int, LastWords]
+    records: Mapping[int, ExitRecord]
     signals: Sequence[signal.Signals] = ()
-    told_at: float = math.inf
+    stopped_at: float = math.inf
 
     @property
     def failed(self) -> list[Failure]:
@@ -280,17 +297,17 @@ class FailureReport:
         return [failure for failure in map(self._as_decided, self.failures) if failure.code]
 
     def _as_decided(self, failure: Failure) -> Failure:
-        words = self.words.get(failure.place.rank)
-        if words is None or failure.code >= 0:
+        record = self.records.get(failure.place.rank)
+        if record is None or failure.code >= 0:
             return failure
-        was_told = failure.code in ENDING and not self._is_early(failure) and not self.signals
-        return replace(failure, code=words.code) if words.code or was_told else failure
+        was_stopped = failure.code in ENDING and not self._is_early(failure) and not self.signals
+        return replace(failure, code=record.code) if record.code or was_stopped else failure
 
     @property
     def has_cause(self) -> bool:
         """Whether a rank has failed that did not only lose another one."""
-        told = [self.words.get(failure.place.rank) for failure in self.failures]
-        return any(words is None for words in told) or any(map(_is_cause, self.words.values()))
+        records = [self.records.get(failure.place.rank) for failure in self.failures]
+        return any(record is None for record in records) or any(map(_is_cause, self.records.values()))
 
     @property
     def first(self) -> Failure:
@@ -298,21 +315,21 @@ class FailureReport:
         end. See [Note: who was first]."""
         failed = self.failed
         first = min(failed, key=self._order)
-        words = self.words.get(first.place.rank)
-        silent = [each for each in failed if each.place.rank not in self.words and self._is_early(each)]
-        before = [each for each in silent if words is not None and each.place.rank in words.gone]
+        record = self.records.get(first.place.rank)
+        silent = [each for each in failed if each.place.rank not in self.records and self._is_early(each)]
+        before = [each for each in silent if record is not None and each.place.rank in record.gone]
         return first if self._is_refusal(first) else min(before, key=self._order, default=first)
 
     def _order(self, failure: Failure) -> tuple[int, float, int]:
         rank = failure.place.rank
-        words = self.words.get(rank)
+        record = self.records.get(rank)
         if any(map(failure.obeys, self.signals)):
             return (3, rank, 0)
         if self._is_refusal(failure):
             # All have agreed on it, and know the reason.
             return (0, rank, 0)
-        if words is not None and words.code and words.at < self.told_at:
-            return (1 if words.is_consequence else 0, words.at, 0)
+        if record is not None and record.code and record.at < self.stopped_at:
+            return (1 if record.is_consequence else 0, record.at, 0)
         # Of those that were seen to end at once: a lost peer makes others abort or exit, and kills nobody.
         kind = 2 if failure.code == -signal.SIGABRT else int(failure.code > 0)
         return (0, failure.at, kind) if self._is_early(failure) else (2, rank, 0)
@@ -321,49 +338,49 @@ class FailureReport:
         return any(each.place.rank == failure.place.rank for each in self.early)
 
     def _is_refusal(self, failure: Failure) -> bool:
-        words = self.words.get(failure.place.rank)
-        return failure.code == WRONG_USE and (words is None or not words.is_exit)
+        record = self.records.get(failure.place.rank)
+        return failure.code == WRONG_USE and (record is None or not record.is_exit)
 
     @property
-    def explanation(self) -> LastWords | None:
-        """What the first rank has said of its failure."""
-        words = self.words.get(self.first.place.rank)
-        return words if words is not None and words.code else None
+    def explanation(self) -> ExitRecord | None:
+        """The exit record of the first rank, if it left one of a failure."""
+        record = self.records.get(self.first.place.rank)
+        return record if record is not None and record.code else None
 
     def lines(self, places: Sequence[RankPlace]) -> list[str]:
-        """What is said of the first one, if it has left words, and a line for each other rank, if one of them has."""
+        """The message of the first rank, if it left a record, and a line per other rank, if any left one."""
         first, own = self.first, self.explanation
         if any(map(first.obeys, self.signals)):
             return []
         left = [] if own is None else [place for place in places if self._left_before(place.rank, own)]
-        lines = [f"{place} ended first, with exit code 0: {self._told_end(place)}" for place in left]
+        lines = [f"{place} ended first, with exit code 0: {self._describe_end(place)}" for place in left]
         if own is not None:
-            lines.append(_told_then(first.place, own) if left else _told_first(first, own))
+            lines.append(_describe_later(first.place, own) if left else _describe_first(first, own))
         # A refusal is the same everywhere.
-        if self.words and not self._is_refusal(first):
-            told = {first.place.rank, *(place.rank for place in left)}
-            lines += [self._told_of(place, own) for place in places if place.rank not in told]
+        if self.records and not self._is_refusal(first):
+            described = {first.place.rank, *(place.rank for place in left)}
+            lines += [self._describe(place, own) for place in places if place.rank not in described]
         return lines
 
-    def _left_before(self, rank: int, own: LastWords) -> bool:
+    def _left_before(self, rank: int, own: ExitRecord) -> bool:
         """Whether a rank had ended with 0 when the first one failed, which only lost another rank."""
-        words = self.words.get(rank)
+        record = self.records.get(rank)
         if not own.is_consequence or any(failure.place.rank == rank for failure in self.failed):
             return False
-        had_ended = rank in own.gone or (words is not None and words.at < own.at)
+        had_ended = rank in own.gone or (record is not None and record.at < own.at)
         # Errors of torch do not name the rank.
         return had_ended and (bool(own.trace) or f"rank {rank} " in own.message)
 
-    def _told_end(self, place: RankPlace) -> str:
-        words = self.words.get(place.rank)
-        return f"it {words.message}" if words is not None else "without a word of it"
+    def _describe_end(self, place: RankPlace) -> str:
+        record = self.records.get(place.rank)
+        return f"it {record.message}" if record is not None else "without a word of it"
 
-    def _told_of(self, place: RankPlace, first: LastWords | None) -> str:
-        words = self.words.get(place.rank)
-        if words is not None and words.code:
-            if first is not None and (words.kind, words.message) == (first.kind, first.message):
-                return f"{place} failed in the same way, {max(0.0, words.at - first.at):.1f} s later"
-            return _told_then(place, _without_what_is_above(replace(words, trace=""), first))
+    def _describe(self, place: RankPlace, first: ExitRecord | None) -> str:
+        record = self.records.get(place.rank)
+        if record is not None and record.code:
+            if first is not None and (record.kind, record.message) == (first.kind, first.message):
+                return f"{place} failed in the same way, {max(0.0, record.at - first.at):.1f} s later"
+            return _describe_later(place, _without_repetition(replace(record, trace=""), first))
         failure = next((each for each in self.failed if each.place.rank == place.rank), None)
         if failure is None:
             return f"{place} had ended, without an error"
@@ -372,29 +389,31 @@ class FailureReport:
         return f"{place} was ended with the others"
 
 
-def _without_what_is_above(words: LastWords, first: LastWords | None) -> LastWords:
-    """Whoever lost a rank repeats its error, which has just been shown. Short ones may stand twice."""
+def _without_repetition(record: ExitRecord, first: ExitRecord | None) -> ExitRecord:
+    """A rank that lost another repeats its error, which has just been shown. Short ones may stand twice."""
     beginning = first.message[:REPEATED] if first is not None else ""
-    known, found, _ = words.message.partition(beginning) if len(beginning) == REPEATED else (words.message, "", "")
-    return replace(words, message=f"{known.rstrip(': ')}, as above") if known and found else words
+    known, found, _ = record.message.partition(beginning) if len(beginning) == REPEATED else (record.message, "", "")
+    return replace(record, message=f"{known.rstrip(': ')}, as above") if known and found else record
 
 
-def _is_cause(words: LastWords) -> bool:
-    return bool(words.code) and not words.is_consequence
+def _is_cause(record: ExitRecord) -> bool:
+    return bool(record.code) and not record.is_consequence
 
 
-def _told_first(failure: Failure, words: LastWords) -> str:
-    if words.is_exit:
-        return f"{failure.place} failed first: it {words.message}"
-    if words.is_printed:
-        return f"{failure.place} failed first, with {words.kind}; its own message is above"
-    if words.trace:
-        return f"{failure.place} failed first:\n{words.trace.rstrip()}"
-    return words.message if words.is_consequence or failure.code == WRONG_USE else f"{failure.place}: {words.message}"
+def _describe_first(failure: Failure, record: ExitRecord) -> str:
+    if record.is_exit:
+        return f"{failure.place} failed first: it {record.message}"
+    if record.is_printed:
+        return f"{failure.place} failed first, with {record.kind}; its own message is above"
+    if record.trace:
+        return f"{failure.place} failed first:\n{record.trace.rstrip()}"
+    return (
+        record.message if record.is_consequence or failure.code == WRONG_USE else f"{failure.place}: {record.message}"
+    )
 
 
-def _told_then(place: RankPlace, words: LastWords) -> str:
-    if words.trace and not words.is_printed:
-        return f"{place} then failed:\n{words.trace.rstrip()}"
-    message = words.message if len(words.message) <= LETTERS_A_LINE else f"{words.message[:LETTERS_A_LINE]}…"
-    return f"{place} then {message}" if words.is_exit else f"{place} then raised {words.kind}: {message}"
+def _describe_later(place: RankPlace, record: ExitRecord) -> str:
+    if record.trace and not record.is_printed:
+        return f"{place} then failed:\n{record.trace.rstrip()}"
+    message = record.message if len(record.message) <= LINE_LENGTH else f"{record.message[:LINE_LENGTH]}…"
+    return f"{place} then {message}" if record.is_exit else f"{place} then raised {record.kind}: {message}"

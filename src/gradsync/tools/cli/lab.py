@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
-from gradsync.tools.cli.options import refusing
+from gradsync.tools.cli.failure_message import refusing
 from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
 from gradsync.tools.lab.lab import Lab, LabPlan, Rate, take_down
 from gradsync.tools.lab.system import check_fit, lab_names

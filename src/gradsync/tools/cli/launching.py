@@ -17,15 +17,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from gradsync.base.environment import LOOPBACK, read_environment
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.logs import listed
 from gradsync.health.elastic import LIGHTHOUSE, Elastic, Lighthouse
-from gradsync.tools.cli.failure_message import WRONG_USE, FailureReport, Statements
+from gradsync.tools.cli.failure_message import WRONG_USE, ExitRecords, FailureReport, refusing
 from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
 from gradsync.tools.launch import RESTART_COUNT, SHELL_SIGNAL_BASE, Failure, RankPlace, RankProcesses, standalone
 
-__all__ = ["inside_a_launch", "run_elastic_ranks_of", "run_ranks_of", "times_restarted", "usable_cores"]
+__all__ = [
+    "MPS_HELP",
+    "ONE_GPU_HELP",
+    "GpuChoice",
+    "inside_a_launch",
+    "run_elastic_ranks_of",
+    "run_ranks_of",
+    "times_restarted",
+    "usable_cores",
+]
 
 # What a rank may take after a signal: to finish its step and to write a checkpoint.
 GRACE_SECONDS = 60
@@ -36,8 +47,12 @@ CAUSE_SECONDS = 3
 LOOK_SECONDS = 0.05
 # Of one machine. Far more than anybody wants: each is a process that has imported torch.
 MOST_RANKS = 10_000
-# When it is said what is waited for.
+# After which a message says what is waited for.
 SLOW_SECONDS = 5
+# Without a GPU and a number, unless there are fewer cores.
+MOST_CPU_RANKS = 4
+ONE_GPU_HELP = "Several NCCL ranks on one GPU, in turns: to try what is for several."
+MPS_HELP = "With --one-gpu: side by side, under a private MPS daemon."
 SHOW_CURSOR = "\x1b[?25h"
 # Elastic ranks: one that fails for a reason of its own would fail for ever.
 MOST_REPLACED = 1000
@@ -71,6 +86,45 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuChoice:
+    """Which GPUs a user has asked for."""
+
+    one_gpu: bool = False
+    mps: bool = False
+    cpu: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mps and not self.one_gpu:
+            raise ConfigurationError("--mps says how ranks share a GPU: give --one-gpu, too")
+        if self.one_gpu and self.cpu:
+            raise ConfigurationError("--one-gpu puts all ranks on a GPU, and --cpu none: choose one of them")
+
+    @property
+    def default_ranks(self) -> int:
+        if self.one_gpu:
+            return SharedGpuPlan().ranks
+        gpus = 0 if self.cpu else torch.cuda.device_count()
+        return gpus or min(usable_cores(), MOST_CPU_RANKS)
+
+    def sharing(self, ranks: int) -> SharedGpuPlan | None:
+        """How these ranks share a GPU; None if they do not."""
+        if not self.one_gpu:
+            return None
+        if torch.cuda.device_count() == 0:
+            raise ConfigurationError("--one-gpu needs a GPU, and torch sees none here")
+        with refusing("--nproc"):
+            return SharedGpuPlan(ranks=ranks, mps=self.mps)
+
+    def too_many(self, ranks: int) -> str:
+        """The message about more ranks than GPUs; empty if there are enough, or none is wanted."""
+        gpus = 0 if self.cpu or self.one_gpu else torch.cuda.device_count()
+        if not 0 < gpus < ranks:
+            return ""
+        there = "there is 1" if gpus == 1 else f"there are {gpus}"
+        return f"{ranks} ranks need {ranks} GPUs, and {there}: say --one-gpu to share one"
+
+
 def run_ranks_of(
     module: str,
     arguments: list[str],
@@ -87,10 +141,10 @@ def run_ranks_of(
     shell. SIGINT, SIGTERM and SIGHUP go to all ranks as such. They then have ``grace_seconds`` to end by themselves; a
     second signal kills them at once. Must be called in the main thread, the only one that hears of signals.
 
-    Of ranks that leave last words the error of the first that failed is shown, and a line for each other one. Else a
-    line names the rank that failed, unless its exit code is among ``explained``: then it has said all there is. After a
-    failure, which no signal to this process is, all ranks are started again, ``max_restarts`` times at most, and are
-    told so by torchrun's variable. Not after a refusal of what they were given, which would be the same again.
+    Of ranks that leave exit records, the error of the first that failed is shown, and a line for each other one. Else a
+    line names the rank that failed, unless its exit code is among ``explained``: then it has printed its own message.
+    After a failure (not a signal to this process), all ranks are started again, ``max_restarts`` times at most, and see
+    that in torchrun's variable. Not after invalid input, which would be refused again.
 
     ``sharing``: the ranks share a GPU in this way. Each then is alone on its node, as far as it can tell.
     """
@@ -109,16 +163,16 @@ def run_ranks_of(
     failure: Failure | None = None
     for count in range(max_restarts + 1):
         with (
-            _statements(nproc) as statements,
+            _exit_records(nproc) as records,
             _places(nproc, (count, max_restarts), sharing) as places,
             RankProcesses(grace_seconds) as ranks,
         ):
-            places = [replace(each, more={**each.more, **statements.variables(each.rank)}) for each in places]
-            failure_report = _run(ranks, places, command, grace_seconds, statements)
+            places = [replace(each, more={**each.more, **records.variables(each.rank)}) for each in places]
+            failure_report = _run(ranks, places, command, grace_seconds, records)
         if not failure_report.failed:
             return 0
         failure = failure_report.first
-        _tell(failure_report, places, explained)
+        _report(failure_report, places, explained)
         if failure_report.signals or failure.code == WRONG_USE or count == max_restarts:
             break
         _say(f"all ranks are started again (restart {count + 1} of {max_restarts})")
@@ -126,9 +180,9 @@ def run_ranks_of(
     return failure.exit_code
 
 
-def _statements(nproc: int) -> Statements:
+def _exit_records(nproc: int) -> ExitRecords:
     try:
-        return Statements(nproc)
+        return ExitRecords(nproc)
     except OSError as error:
         raise ConfigurationError(
             f"--nproc {nproc} is more than this process may start: {error}. Start fewer ranks, or raise the limit "
@@ -147,28 +201,28 @@ def _places(nproc: int, restarts: tuple[int, int], sharing: SharedGpuPlan | None
 
 
 def _run(
-    ranks: RankProcesses, places: Sequence[RankPlace], command: list[str], grace: float, statements: Statements
+    ranks: RankProcesses, places: Sequence[RankPlace], command: list[str], grace: float, records: ExitRecords
 ) -> FailureReport:
     """The ranks from their start to the end of all: which have failed, and the signals that had come before."""
     with ranks.noting_signals():
         for place in places:
             ranks.start(place, partial(os.execv, sys.executable, command))
-        statements.tell(ranks.processes())
+        records.publish(ranks.processes())
         ranks.wait()
-        early = _await_cause(ranks, statements, min(grace, CAUSE_SECONDS)) if ranks.failures() else []
-        signals, told_at = [] if early else ranks.signals, time.time()
+        early = _await_cause(ranks, records, min(grace, CAUSE_SECONDS)) if ranks.failures() else []
+        signals, stopped_at = [] if early else ranks.signals, time.time()
         _end(ranks, signals, grace)
         return FailureReport(
-            early=early, failures=ranks.failures(), words=statements.words(), signals=signals, told_at=told_at
+            early=early, failures=ranks.failures(), records=records.read(), signals=signals, stopped_at=stopped_at
         )
 
 
-def _await_cause(ranks: RankProcesses, statements: Statements, seconds: float) -> list[Failure]:
+def _await_cause(ranks: RankProcesses, records: ExitRecords, seconds: float) -> list[Failure]:
     """Those that have failed by themselves. If they have only lost another rank, that one has ``seconds`` to say why:
     its connections may be closed long before it ends, by a ``finally``."""
     deadline = time.monotonic() + seconds
     while (
-        not FailureReport(early=[], failures=ranks.failures(), words=statements.words()).has_cause
+        not FailureReport(early=[], failures=ranks.failures(), records=records.read()).has_cause
         and not ranks.signals
         and time.monotonic() < deadline
         and ranks.running_after(LOOK_SECONDS)
@@ -179,7 +233,7 @@ def _await_cause(ranks: RankProcesses, statements: Statements, seconds: float) -
 
 def _end(ranks: RankProcesses, signals: Sequence[signal.Signals], grace: float) -> None:
     """Have all ranks end by themselves, and kill those that do not."""
-    ranks.tell(signals[0] if signals else signal.SIGTERM)
+    ranks.send(signals[0] if signals else signal.SIGTERM)
     if not signals:
         ranks.running_after(min(grace, FAILURE_SECONDS))
     elif grace > SLOW_SECONDS and (late := ranks.running_after(SLOW_SECONDS)) and len(signals) == 1:
@@ -192,12 +246,12 @@ def _end(ranks: RankProcesses, signals: Sequence[signal.Signals], grace: float) 
     ranks.kill()
 
 
-def _tell(failure_report: FailureReport, places: Sequence[RankPlace], explained: Collection[int]) -> None:
+def _report(failure_report: FailureReport, places: Sequence[RankPlace], explained: Collection[int]) -> None:
     failure, passed_on = failure_report.first, failure_report.signals
     lines = failure_report.lines(places)
-    # That a signal was obeyed needs no words.
+    # That a signal was obeyed needs no message.
     if failure_report.explanation is None and failure.code not in explained:
-        lines = [*([] if any(map(failure.obeys, passed_on)) else [_told(failure_report)]), *lines]
+        lines = [*([] if any(map(failure.obeys, passed_on)) else [_failure_line(failure_report)]), *lines]
     if lines and sys.stderr.isatty():
         # Rank 0 may have been in the middle of a line, with the cursor hidden.
         print(SHOW_CURSOR, file=sys.stderr)
@@ -205,16 +259,16 @@ def _tell(failure_report: FailureReport, places: Sequence[RankPlace], explained:
         _say(line)
 
 
-def _told(failure_report: FailureReport) -> str:
+def _failure_line(failure_report: FailureReport) -> str:
     failure, passed_on = failure_report.first, failure_report.signals
     killed = failure.code == -signal.SIGKILL
     if killed and len(passed_on) > 1:
         return f"the ranks were killed by the second {passed_on[1].name}, without time to finish"
     if killed and passed_on:
         return f"{failure.place} had not ended in time after {passed_on[0].name} and was killed"
-    if failure.place.rank in failure_report.words:
+    if failure.place.rank in failure_report.records:
         return f"{failure}, after its script had ended"
-    if failure.code > 0 and failure_report.words:
+    if failure.code > 0 and failure_report.records:
         return f"{failure}, and left no error: it called os._exit(), or a library of its did"
     if failure.code > 0:
         return f"{failure}; its own message is above"

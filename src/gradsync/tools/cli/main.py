@@ -1,7 +1,6 @@
 """The console entry point: finds the commands, and turns errors into one line and an exit code."""
 
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -67,11 +66,8 @@ def _options(
 
 
 def _register(name: str) -> None:
-    module_name = f"gradsync.tools.cli.{name}"
-    if importlib.util.find_spec(module_name) is None:
-        return
     try:
-        module = importlib.import_module(module_name)
+        module = importlib.import_module(f"gradsync.tools.cli.{name}")
         command = getattr(module, name)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)

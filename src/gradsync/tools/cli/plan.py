@@ -17,7 +17,7 @@ from gradsync.observe.plan.calibration import Calibration, recorded
 from gradsync.observe.plan.library import known_machines, known_models, published
 from gradsync.observe.plan.planner import Setting
 from gradsync.observe.plan.report import PlanReport, make_report, rate_words
-from gradsync.tools.cli.options import refusing
+from gradsync.tools.cli.failure_message import refusing
 from gradsync.tools.lab.lab import Rate
 
 __all__ = ["plan"]

@@ -17,10 +17,9 @@ from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError, PeerFailedError
 from gradsync.observe.explain import explain_recordings
 from gradsync.observe.recording import find_recordings, read_models
-from gradsync.tools.cli.failure_message import FAILED, last_words_of, write_last_words
-from gradsync.tools.cli.launching import inside_a_launch, run_ranks_of
-from gradsync.tools.cli.options import MPS_HELP, ONE_GPU_HELP, GpuChoice
-from gradsync.tools.run.account import Account, find_accounts, read_account, tell
+from gradsync.tools.cli.failure_message import FAILED, exit_record_of, write_exit_record
+from gradsync.tools.cli.launching import MPS_HELP, ONE_GPU_HELP, GpuChoice, inside_a_launch, run_ranks_of
+from gradsync.tools.run.account import Account, find_accounts, read_account, summarize
 from gradsync.tools.run.script import UserScript, all_accounts, common_folder, end_rank, run_rank, traceback_of
 
 __all__ = ["SETTINGS", "run"]
@@ -57,10 +56,10 @@ def run(
     script = UserScript(target=command[0], arguments=tuple(command[1:]), is_module=module)
     script.require()
     if accounts is not None:
-        # Who started this rank speaks at the end.
+        # The launcher of this rank prints the summary.
         shown: list[bool] = []
         ended = run_rank(
-            script, keep=keep, folder=accounts, on_end=lambda error: shown.append(_tell_the_launcher(error))
+            script, keep=keep, folder=accounts, on_end=lambda error: shown.append(_report_to_launcher(error))
         )[1]
         if isinstance(ended, Exception) and any(shown):
             raise typer.Exit(FAILED)
@@ -87,27 +86,27 @@ def run(
     with _folder(record) as folder:
         options = [*(["--keep"] if keep else []), "--accounts", str(folder)]
         code = run_ranks_of("gradsync", ["run", *options, *script.words], nproc=ranks, sharing=sharing)
-        _say(script, folder, [read_account(path) for path in find_accounts(folder)])
+        _print_summary(script, folder, [read_account(path) for path in find_accounts(folder)])
     raise typer.Exit(code)
 
 
-def _tell_the_launcher(ended: BaseException | None) -> bool:
+def _report_to_launcher(ended: BaseException | None) -> bool:
     """Returns whether it shows how the script ended: the error of the rank that failed first, and a line for each
     other one."""
     at, is_printed = time.time(), _prints_its_errors()
     if not isinstance(ended, Exception):
         # Python itself shows what is neither an error nor an exit: KeyboardInterrupt, asyncio.CancelledError.
         is_printed |= not (ended is None or isinstance(ended, SystemExit))
-        return write_last_words(last_words_of(ended, at=at, is_printed=is_printed))
-    # Where a script was when another rank failed says nothing of why.
+        return write_exit_record(exit_record_of(ended, at=at, is_printed=is_printed))
+    # Where a script was when another rank failed does not explain the failure.
     has_trace = not isinstance(ended, PeerFailedError)
     trace = traceback.format_exception(ended.with_traceback(traceback_of(ended))) if has_trace else []
-    words = last_words_of(ended, at=at, trace="".join(trace), is_printed=is_printed)
-    return write_last_words(replace(words, code=FAILED)) and not is_printed
+    record = exit_record_of(ended, at=at, trace="".join(trace), is_printed=is_printed)
+    return write_exit_record(replace(record, code=FAILED)) and not is_printed
 
 
 def _prints_its_errors() -> bool:
-    """A script that has a hook for its errors has it called; one that is alone has nobody to be told apart from."""
+    """A script with an excepthook of its own has it called; a rank that is alone needs no name in front."""
     # Of a hook that was made by exec() nobody knows the module.
     module = str(getattr(sys.excepthook, "__module__", None))
     has_own_hook = sys.excepthook is not sys.__excepthook__ and not module.startswith(USUAL_HOOKS)
@@ -115,7 +114,7 @@ def _prints_its_errors() -> bool:
 
 
 def _run_here(script: UserScript, keep: bool, record: Path | None) -> NoReturn:
-    """As a rank of another launcher, or as the process that starts ranks. Rank 0 speaks, of all that it can see."""
+    """As a rank of another launcher, or as the process that starts ranks. Rank 0 prints the summary of all it sees."""
     place = read_environment()
     common = record is not None or (place.launcher != "none" and place.local_world_size == place.world_size)
     with _folder(record) if record is not None or not common else common_folder(place) as folder:
@@ -125,7 +124,7 @@ def _run_here(script: UserScript, keep: bool, record: Path | None) -> NoReturn:
         if account.rank == 0:
             # A script that is a rank itself and has started others, as Lightning's launcher does, has them here.
             expected = account.world_size if common or account.wrappers else 1
-            _say(script, folder, all_accounts(folder, expected))
+            _print_summary(script, folder, all_accounts(folder, expected))
     end_rank(ended)
 
 
@@ -147,13 +146,13 @@ def _folder(record: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _say(script: UserScript, folder: Path, accounts: list[Account]) -> None:
+def _print_summary(script: UserScript, folder: Path, accounts: list[Account]) -> None:
     """Beside what the script writes, which may be read by another program."""
     if not accounts:
-        # It failed, and has said why.
+        # It failed, and has printed why.
         return
     explained = _explained(folder)
-    for line in tell(accounts, str(script), times=not explained):
+    for line in summarize(accounts, str(script), times=not explained):
         print(f"gradsync: {line}", file=sys.stderr)
     for line in explained:
         print(line, file=sys.stderr)

@@ -14,9 +14,16 @@ from gradsync.base.environment import read_environment
 from gradsync.base.errors import CommunicatorLostError, ConfigurationError, GradsyncError, PeerFailedError
 from gradsync.health.elastic import require_torchft
 from gradsync.health.watch import say_goodbye
-from gradsync.tools.cli.failure_message import is_heard, leave_last_words
-from gradsync.tools.cli.launching import inside_a_launch, run_ranks_of, times_restarted
-from gradsync.tools.cli.options import MPS_HELP, ONE_GPU_HELP, GpuChoice, refusing
+from gradsync.tools.cli.failure_message import has_launcher, refusing, report_exit
+from gradsync.tools.cli.launching import (
+    MPS_HELP,
+    ONE_GPU_HELP,
+    GpuChoice,
+    inside_a_launch,
+    run_elastic_ranks_of,
+    run_ranks_of,
+    times_restarted,
+)
 from gradsync.tools.llm.settings import TrainSettings
 
 __all__ = ["train"]
@@ -102,7 +109,7 @@ def train(
         try:
             code = _run_rank(settings, on_cpu)
         except BaseException as error:
-            leave_last_words(error, at=time.time(), then=say_goodbye)
+            report_exit(error, at=time.time(), then=say_goodbye)
             raise
         sys.stdout.flush()
         sys.stderr.flush()
@@ -133,8 +140,6 @@ def train(
 def _run_elastic(
     settings: TrainSettings, arguments: list[str], ranks: int, all_ranks: int | None, restarts: int
 ) -> int:
-    from gradsync.tools.cli.launching import run_elastic_ranks_of
-
     if restarts:
         raise ConfigurationError("--max-restarts starts all ranks again; --elastic replaces those that are lost")
     require_torchft()
@@ -179,7 +184,11 @@ def _run_rank(settings: TrainSettings, on_cpu: bool) -> int:
         raise GradsyncError(str(error)) from error
     except (ConfigurationError, PeerFailedError) as error:
         # Bad input is the same everywhere, and rank 0 says it once; what failed on another rank alone that rank says.
-        if rank > 0 and not is_heard() and type(error) in (ConfigurationError, PeerFailedError, CommunicatorLostError):
+        if (
+            rank > 0
+            and not has_launcher()
+            and type(error) in (ConfigurationError, PeerFailedError, CommunicatorLostError)
+        ):
             time.sleep(SECONDS_FOR_RANK_0)
             return 1
         raise

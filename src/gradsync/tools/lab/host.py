@@ -125,7 +125,7 @@ def run_at(
         except TimeoutError as error:
             where = ""
             if telling is not None:
-                ranks.tell(telling, pause=TELLING_SECONDS)
+                ranks.send(telling, pause=TELLING_SECONDS)
                 where = ", where they stood is above"
             raise LabError(f"{error}. They were ended{where}; allow more time?") from None
 

@@ -1,9 +1,12 @@
-"""Models and data of ``gradsync train``: small GPTs, text as numbered tokens, batches addressed by number.
+"""``gradsync train``: models and data, the training loop, and what a run leaves behind.
 
 ::
 
-    text_sources ──▶ tokens ──▶ batches ──▶ model
-    files, hf:…      one file    window n    logits, loss
+    text_sources ──▶ tokens ────────────▶ trainer ◀── model
+    files, hf:…      one file, windows       │         logits, loss
+                                             ▼
+                     step_records ──▶ recording ──▶ run_folder ──▶ report, time_shares
+                     loss, phases     screen        metrics        one page
 """
 
-__all__ = ["batches", "model", "text_sources", "tokens"]
+__all__: list[str] = []

@@ -17,7 +17,6 @@ from gradsync.health.watch import straggling
 from gradsync.observe.charts.numbers import count
 from gradsync.observe.explain import Explanation
 from gradsync.observe.explain.explanation import NAMES, gained
-from gradsync.observe.timeline import StepTimes
 from gradsync.tools.llm.report import write_report
 from gradsync.tools.llm.run_folder import RunFolder
 from gradsync.tools.llm.step_records import PHASES, StepRecord
@@ -39,7 +38,6 @@ class RunRecorder(Listener):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._folder = folder
-        self._timeline_due = 1
         self._noted = 0
         self._console = console if console is not None else Console()
         self._progress = Progress(
@@ -56,7 +54,7 @@ class RunRecorder(Listener):
         self._task = self._progress.add_task("", start=False, loss="…", speed="", lost="")
         self._line_due = 0.0
         self._total = self._first = 0
-        self._wire = ""
+        self._transport = ""
         self._seconds: Counter[str] = Counter()
         self._smoothed_loss: float | None = None
         self._first_loss: float | None = None
@@ -64,10 +62,9 @@ class RunRecorder(Listener):
         self._speeds: list[float] = []
         self._began = time.perf_counter()
 
-    # -- what the trainer tells --------------------------------------------------------------------------------
+    # -- callbacks of the trainer -------------------------------------------------------------------------------
 
     def began(self, trainer: Trainer, notes: list[str]) -> None:
-        self._timeline_due = trainer.step + 3
         self._folder.rewind(trainer.step)
         self._folder.write_config(_config(trainer))
         settings, accelerator, plan = trainer.settings, trainer.accelerator, trainer.plan
@@ -82,18 +79,13 @@ class RunRecorder(Listener):
             self._folder.note(trainer.step, note)
             self._console.print(f"  {note}", highlight=False, style="yellow")
         self._total, self._first = trainer.total_steps, trainer.step
-        self._wire = trainer.wire
+        self._transport = trainer.transport
         self._began = time.perf_counter()
         self._progress.start()
         self._progress.reset(self._task, total=self._total, completed=trainer.step)
 
     def stepped(self, record: StepRecord) -> None:
-        fields = {name: value for name, value in vars(record).items() if name != "timeline"}
-        self._folder.append({"kind": "step", **fields})
-        if record.timeline is not None and record.step >= self._timeline_due:
-            # A few over the run, more and more apart: the last one is the one the report draws.
-            self._timeline_due = 2 * record.step
-            self._folder.append({"kind": "timeline", "step": record.step, **_buckets(record.timeline)})
+        self._folder.append({"kind": "step", **vars(record)})
         self._note_what_is_slow(record.step)
         self._seconds.update(record.seconds)
         self._speeds.append(record.tokens_per_second)
@@ -146,7 +138,7 @@ class RunRecorder(Listener):
         self._folder.write_summary(self._summary(outcome, explanation))
         self._folder.close()
         try:
-            # Whoever asks for an end wants it now; charts take seconds.
+            # A stopped run ends now; charts take seconds.
             report = _later(self._folder.path) if outcome.signal else str(write_report(self._folder.path))
         except ConfigurationError as error:
             # The run is over, and all of it is on disk: nothing is lost that a page written later would not show.
@@ -204,7 +196,7 @@ class RunRecorder(Listener):
         if explanation is not None and explanation.advice:
             best = explanation.advice[0]
             rows["first advice"] = escape(f"{gained(best)}: {best.cause} → {best.change}")
-        rows["wire"] = self._wire
+        rows["wire"] = self._transport
         style = "green" if outcome.proof.equal else "bold red"
         rows["replicas"] = f"[{style}]{outcome.proof}[/{style}]"
         rows["report"] = escape(report)
@@ -230,30 +222,10 @@ def _config(trainer: Trainer) -> dict[str, Any]:
         "total_steps": trainer.total_steps,
         "parameters": trainer.plain_model.parameter_count,
         "data_description": trainer.data_description,
-        "wire": trainer.wire,
+        "wire": trainer.transport,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-    }
-
-
-def _buckets(step: StepTimes) -> dict[str, Any]:
-    return {
-        "backward": [0.0, step.backward_end],
-        "buckets": [
-            {
-                "bucket": times.index,
-                "ready": times.ready,
-                "start": times.start,
-                "finish": times.finish if times.reduced is None else times.reduced,
-                "bytes": times.nbytes,
-            }
-            for times in step.buckets
-        ],
-        "gathers": [
-            {"bucket": gather.index, "start": gather.start, "finish": gather.end, "bytes": gather.nbytes}
-            for gather in step.gathers
-        ],
     }
 
 

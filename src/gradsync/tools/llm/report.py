@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.observe.charts.canvas import POINTS, SOFT, canvas, colour, legend, require, style
-from gradsync.observe.charts.kinds import Bar, Point, Series, draw_columns, draw_lanes, draw_steps, draw_timeline, thin
+from gradsync.observe.charts.canvas import PARTS, POINTS, SOFT, canvas, colour, legend, require, style
+from gradsync.observe.charts.kinds import Point, Series, draw_columns, draw_lanes, draw_steps, thin
 from gradsync.observe.charts.numbers import compact, count, duration, size
 from gradsync.observe.charts.page import NAMES, page_svg, read_out, render, svg_file
 from gradsync.observe.explain import Explanation
 from gradsync.observe.explain.explanation import ADVICE_TITLE, gained
+from gradsync.observe.explain.explanation import NAMES as LABELS
 from gradsync.tools.llm.run_folder import Run, read_run, write_whole
 from gradsync.tools.llm.time_shares import (
     TimeShares,
@@ -67,7 +68,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
 
 @dataclass(kw_only=True)
 class Chart:
-    """A drawing, what it says by places along x, and the facts of which the sentence below it is made.
+    """A drawing, what is read out at places along x, and the facts for the sentence below it.
 
     ``draw`` returns how many outliers lie beyond it. ``svgs`` are its pictures by width, once it is drawn.
     """
@@ -79,7 +80,7 @@ class Chart:
     unit: str = ""
     height: float = 220
     half: bool = False
-    said: Mapping[float, str] = field(default_factory=dict)
+    hints: Mapping[float, str] = field(default_factory=dict)
     svgs: dict[int, str] = field(default_factory=dict)
     outliers: int = 0
 
@@ -92,7 +93,7 @@ def write_report(run_folder: Path) -> Path:
     explanation = explain_run(Path(run_folder))
     shares = time_shares(run, explanation)
     charts = [chart for make in (_loss, _throughput, _norm, _rate) for chart in make(run)]
-    charts += [*_time(shares, explanation), *_ranks(run, explanation), *_timeline(run)]
+    charts += [*_time(shares, explanation), *_ranks(run, explanation)]
     page = render(
         Path(__file__).parent / "templates" / "report.html",
         FILTERS,
@@ -128,7 +129,7 @@ def _draw(charts: Sequence[Chart]) -> str:
                     if len(axes.get_legend_handles_labels()[1]) > 1:
                         legend([axes], above=True, columns=5 if width == FULL else 3)
                     svg, title = svg_file(figure, slug), f"{chart.title}, over steps" if chart.unit else chart.title
-                    hover = read_out(figure, chart.said) if chart.said else None
+                    hover = read_out(figure, chart.hints) if chart.hints else None
                     chart.svgs[width] = page_svg(svg, slug=slug, title=title, hover=hover)
     except ConfigurationError as error:
         return f"There are no charts on this page: {error} Then write it again: {_AGAIN}"
@@ -227,13 +228,13 @@ def _lines(
     form: str = "",
     **looks: Any,
 ) -> Chart:
-    """A chart of lines that says its raw values step by step, in this form or as short as can be."""
-    said = {
+    """A chart of lines whose raw values are read out, in this form or as short as can be."""
+    hints = {
         step: f"step {step:,.0f}: " + (form.format(value) if form and math.isfinite(value) else compact(value))
         for step, value in thin(raw)
     }
     draw = partial(draw_steps, series=lines, zero=slug != "loss")
-    return Chart(slug=slug, title=title, unit=unit, facts=facts, draw=draw, said=said, **looks)
+    return Chart(slug=slug, title=title, unit=unit, facts=facts, draw=draw, hints=hints, **looks)
 
 
 def _smoothed(name: str, points: list[Point], shade: str) -> list[Series]:
@@ -272,7 +273,10 @@ def _time(shares: TimeShares | None, explanation: Explanation | None) -> Iterato
     if shares is None:
         return
     facts = {
-        "parts": [(part.name, part.share, part.seconds, NAMES[part.colour]) for part in shares.parts],
+        "parts": [
+            (LABELS.get(name, name), seconds / shares.step, seconds, NAMES[PARTS[name]])
+            for name, seconds in shares.parts.items()
+        ],
         "step": shares.step,
         "waits": shares.waits,
         "per_column": shares.per_column,
@@ -286,7 +290,7 @@ def _time(shares: TimeShares | None, explanation: Explanation | None) -> Iterato
         facts=facts,
         draw=lambda axes: draw_columns(axes, shares.edges, shares.columns),
         height=250,
-        said=shares.said,
+        hints=shares.hints,
     )
 
 
@@ -306,56 +310,3 @@ def _ranks(run: Run, explanation: Explanation | None) -> Iterator[Chart]:
     }
     draw = partial(draw_lanes, lanes=lanes, names=names_of())
     yield Chart(slug="ranks", title="All ranks in one step", facts=facts, draw=draw, height=110 + 24.0 * len(lanes))
-
-
-def _timeline(run: Run) -> Iterator[Chart]:
-    known = [(record, _bars(record)) for record in run.timelines if record.get("backward")]
-    known = [(record, bars) for record, bars in known if bars]
-    if not known:
-        return
-    record, bars = known[-1]
-    begin, end = (float(moment) for moment in record["backward"])
-    facts = {
-        "step": record["step"],
-        "backward": end - begin,
-        "wire": _covered(bars, math.inf),
-        "hidden": _covered(bars, end),
-        "shares": [_covered(rows, one["backward"][1]) / _covered(rows, math.inf) for one, rows in known],
-    }
-    height = 100 + min(24.0, max(7.0, 560 / (len(bars) + 1))) * (len(bars) + 1)
-    draw = partial(draw_timeline, bars=bars, backward=(begin, end))
-    yield Chart(slug="timeline", title="Buckets of one step", facts=facts, draw=draw, height=height)
-
-
-def _bars(record: Mapping[str, Any]) -> list[Bar]:
-    """The buckets that were seen from start to finish, in the order they went."""
-    bars = []
-    for bucket in record["buckets"]:
-        start, finish = bucket.get("start"), bucket.get("finish")
-        if start is None or finish is None or finish <= start:
-            continue
-        ready = start if bucket.get("ready") is None else min(bucket["ready"], start)
-        name = f"{bucket['bucket']} · {size(bucket.get('bytes') or 0)}"
-        hint = f"bucket {name}: ready at {duration(ready)}, on the wire from {duration(start)} to "
-        gathers = tuple(_gathers(record, bucket["bucket"]))
-        hint += duration(finish)
-        bars.append(Bar(name=name, ready=ready, start=start, finish=finish, hint=hint, gathers=gathers))
-    return sorted(bars, key=lambda bar: bar.start)
-
-
-def _gathers(record: Mapping[str, Any], bucket: int) -> Iterator[tuple[float, float, str]]:
-    """When new parameters of the bucket were on their way, of a sharded optimizer."""
-    for gather in record.get("gathers", ()):
-        start, finish = gather.get("start"), gather.get("finish")
-        if gather["bucket"] == bucket and start is not None and finish is not None and finish > start:
-            yield start, finish, f"bucket {bucket}: new parameters took {duration(finish - start)}, behind the forward"
-
-
-def _covered(bars: Sequence[Bar], until: float) -> float:
-    """Seconds before ``until`` in which at least one bucket was on the wire."""
-    total, reached = 0.0, -math.inf
-    for bar in bars:
-        begin, end = max(bar.start, reached), min(bar.finish, until)
-        total += max(0.0, end - begin)
-        reached = max(reached, end)
-    return total

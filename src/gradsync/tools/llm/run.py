@@ -17,7 +17,6 @@ from gradsync.observe.recording.files import file_name, lines_of, write_lines
 from gradsync.tools.llm.recording import RunRecorder
 from gradsync.tools.llm.run_folder import SUMMARY, RunFolder, read_json
 from gradsync.tools.llm.settings import TrainSettings
-from gradsync.tools.llm.step_records import StepRecords
 from gradsync.tools.llm.tokens import TokenFile, prepare_tokens
 from gradsync.tools.llm.trainer import Interruption, Listener, Trainer, TrainingOutcome, make_accelerator
 
@@ -32,7 +31,7 @@ SENT = 100
 def run(settings: TrainSettings, *, cpu: bool = False) -> TrainingOutcome:
     """Train on this rank. Rank 0 shows and records; all ranks return the same outcome."""
     recorder = Recorder(settings.run_folder / RECORDING)
-    accelerator, timeline = make_accelerator(settings, cpu=cpu, recorder=recorder)
+    accelerator = make_accelerator(settings, recorder, cpu=cpu)
     try:
         # Rank 0 may have to build the token file; the others find it there.
         _on_main(accelerator, lambda: prepare_tokens(settings.data, tokenizer=settings.tokenizer))
@@ -43,7 +42,7 @@ def run(settings: TrainSettings, *, cpu: bool = False) -> TrainingOutcome:
         )
         # What an earlier life of the run has recorded may be of other ranks.
         _on_main(accelerator, lambda: shutil.rmtree(settings.run_folder / RECORDING, ignore_errors=True))
-        trainer = Trainer(settings, accelerator, timeline, tokens)
+        trainer = Trainer(settings, accelerator, recorder, tokens)
         recording = None if folder is None else RunRecorder(folder)
         outcome = trainer.run(recording)
         recorder.close()
@@ -93,9 +92,7 @@ def _on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
 class ElasticTrainer(Trainer):
     """One run on this rank, on whatever ranks there are."""
 
-    _given: Listener | None = None
     _recording: RunRecorder | None = None
-    _is_recording = False
     _ranks_before = 0
 
     @property
@@ -104,24 +101,23 @@ class ElasticTrainer(Trainer):
         return self.accelerator.environment.world_size
 
     def run(self, listener: Listener | None = None) -> TrainingOutcome:
-        """Train to the end, or until somebody is asked to stop; a checkpoint is written in both cases.
+        """Train to the end, or until a signal asks any rank to stop; a checkpoint is written in both cases.
 
-        Without a ``listener`` number 0 records into the run's folder.
+        Rank 0 of each generation records into the run's folder.
         """
         elastic = self.accelerator.elastic
         elastic.step = self.step
-        self._given = listener
         elastic.before_meeting(lambda: self._records.learn(self._heartbeat.read(), everything=True))
         elastic.on_meeting(self._go_on_with)
         signal = self._train()
-        outcome: TrainingOutcome = elastic.redone(lambda: self._end(signal))
+        outcome: TrainingOutcome = elastic.redone(lambda: self._conclude(signal))
         if self._recording is not None:
             self._recording.close(outcome)
         return outcome
 
-    def _end(self, signal: int) -> TrainingOutcome:
+    def _conclude(self, signal: int) -> TrainingOutcome:
         self._save()
-        return self._conclude(signal)
+        return super()._conclude(signal)
 
     def _train(self) -> int:
         elastic, signal = self.accelerator.elastic, 0
@@ -140,26 +136,24 @@ class ElasticTrainer(Trainer):
         return signal
 
     def _go_on_with(self, generation: Generation) -> None:
-        """The ranks have met anew."""
-        self._refuse_what_is_done(generation)
+        """The ranks have agreed on a new generation."""
+        self._refuse_finished_run(generation)
         self.step = generation.newest_step
-        self.wire = str(self.accelerator.models.attachment_of(self.model).transport)
-        self.deal()
+        self.transport = str(self.accelerator.models.attachment_of(self.model).transport)
+        self.share_windows()
         self.saving.open()
-        # What the wire still owed of the steps before is lost with it.
-        self.phases.take()
-        if self.accelerator.is_main_process:
-            self._record(generation)
-        else:
-            self._hand_over()
-        self._records = StepRecords(self.phases, self._listener.stepped)
+        if not self.accelerator.is_main_process:
+            self._stop_recording()
+        elif self._recording is None:
+            self._start_recording(generation)
+        self._records = self._new_records()
         if self._ranks_before:
             before, now = self._ranks_before, len(generation.members)
             self._listener.noted(self.step, f"{now} ranks go on, after {before} (generation {generation.number})")
         self._ranks_before = len(generation.members)
 
-    def _refuse_what_is_done(self, generation: Generation) -> None:
-        """A rank that was started again late finds nobody: the others may have come to the end without it."""
+    def _refuse_finished_run(self, generation: Generation) -> None:
+        """A rank that was restarted late is alone: the others may have finished without it."""
         summary = read_json(self.settings.run_folder / SUMMARY) if self.settings.resume else None
         if generation.number == 1 and summary is not None and summary.get("step", 0) >= self.total_steps:
             raise GradsyncError(
@@ -167,31 +161,26 @@ class ElasticTrainer(Trainer):
                 "nothing left to do here"
             )
 
-    def _record(self, generation: Generation) -> None:
-        if self._is_recording:
-            return
-        self._is_recording = True
-        if self._given is None:
-            is_new = generation.number == 1 and not self.settings.resume
-            folder = RunFolder(self.settings.run_folder, resume=not is_new, tensorboard=self.settings.tensorboard)
-            self._recording = RunRecorder(folder)
-        self._listener = self._given or self._recording or Listener()
-        self._listener.began(self, self.notes)
+    def _start_recording(self, generation: Generation) -> None:
+        is_new = generation.number == 1 and not self.settings.resume
+        folder = RunFolder(self.settings.run_folder, resume=not is_new, tensorboard=self.settings.tensorboard)
+        self._listener = self._recording = RunRecorder(folder)
+        self._recording.began(self, self.notes)
 
-    def _hand_over(self) -> None:
+    def _stop_recording(self) -> None:
         if self._recording is not None:
             self._recording.hand_over()
-            self._recording = None
-        self._listener, self._is_recording = Listener(), False
+        self._listener, self._recording = Listener(), None
 
 
 def run_elastic(settings: TrainSettings, *, cpu: bool = False, elastic: Elastic | None = None) -> TrainingOutcome:
     """Train on this rank, with others that come and go."""
     chosen = elastic or Elastic(min_ranks=settings.min_ranks)
-    accelerator, timeline = make_accelerator(settings, cpu=cpu, elastic=chosen)
+    recorder = Recorder()
+    accelerator = make_accelerator(settings, recorder, cpu=cpu, elastic=chosen)
     try:
         # Every rank by itself: who comes later must not wait for who is training, and the file gets its name complete.
         tokens: TokenFile = prepare_tokens(settings.data, tokenizer=settings.tokenizer)
-        return ElasticTrainer(settings, accelerator, timeline, tokens).run()
+        return ElasticTrainer(settings, accelerator, recorder, tokens).run()
     finally:
         accelerator.elastic.close()

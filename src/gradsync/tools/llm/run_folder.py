@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradsync.base.errors import ConfigurationError, GradsyncError, MisuseError
+from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.base.files import PARTIAL, whole_file
 from gradsync.tools.llm.text_sources import import_extra
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "Run", "RunFolder", "read_json", "read_metrics", "read_run", "write_whole"]
 
 CONFIG, METRICS, SUMMARY, EVENTS = "config.json", "metrics.jsonl", "summary.json", "tensorboard"
-KINDS = ("step", "validation", "timeline", "note")
+KINDS = ("step", "validation", "note")
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -49,17 +49,16 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             import_extra("torch.utils.tensorboard", purpose, "tensorboard") if tensorboard else None
         )
         self._events: Any = None
-        self._config_written = False
         self._last_step = 0
         self._purge_step: int | None = None
-        with _said_clearly(self.path):
+        with _clear_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._refuse_what_is_not_ours(resume=resume)
+            self._check_content(resume=resume)
             # Unbuffered: a line that was appended is with the operating system, whatever becomes of this process.
             self._metrics = (self.path / METRICS).open("ab", buffering=0)
             os.truncate(self.path / METRICS, sum(map(len, _whole_lines(self.path / METRICS))))
 
-    def _refuse_what_is_not_ours(self, *, resume: bool) -> None:
+    def _check_content(self, *, resume: bool) -> None:
         # A run that failed before its first step leaves empty files and folders; they are nobody's work.
         names = sorted(entry.name for entry in self.path.iterdir() if _holds_something(entry))
         if not names:
@@ -85,19 +84,16 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._purge_step = step + 1
         if dropped:
             write_whole(self.path / METRICS, b"".join(kept))
-            with _said_clearly(self.path / METRICS):
+            with _clear_errors(self.path / METRICS):
                 self._metrics.close()
                 self._metrics = (self.path / METRICS).open("ab", buffering=0)
         # A summary says that the run is finished; one that goes on is not.
-        with _said_clearly(self.path / SUMMARY):
+        with _clear_errors(self.path / SUMMARY):
             (self.path / SUMMARY).unlink(missing_ok=True)
         return dropped
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes ``config.json``. A resumed run keeps the first one, and notes what it does differently."""
-        if self._config_written:
-            raise MisuseError(f"the configuration in {self.path} is written once; it was written already")
-        self._config_written = True
         plain: dict[str, Any] = _plain(config)
         before = read_json(self.path / CONFIG)
         if before is None:
@@ -110,7 +106,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             self.note(self._last_step, f"resumed with another configuration: {changes}")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Adds one line. ``record`` has a ``kind`` (step, validation, timeline or note) and a ``step``."""
+        """Adds one line. ``record`` has a ``kind`` (step, validation or note) and a ``step``."""
         kind, step = record.get("kind"), record.get("step")
         if kind not in KINDS or not isinstance(step, int):
             raise ConfigurationError(
@@ -119,10 +115,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
             )
         line = _as_json(record).encode()
         self._last_step = step
-        with _said_clearly(self.path / METRICS):
+        with _clear_errors(self.path / METRICS):
             self._write_line(line)
         if self._tensorboard is not None:
-            with _said_clearly(self.path / EVENTS):
+            with _clear_errors(self.path / EVENTS):
                 self._write_events(record)
 
     def note(self, step: int, text: str) -> None:
@@ -138,7 +134,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._metrics.close()
         if self._events is not None:
             events, self._events = self._events, None
-            with _said_clearly(self.path / EVENTS):
+            with _clear_errors(self.path / EVENTS):
                 events.close()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -177,7 +173,6 @@ class Run:
     finished: bool
     steps: list[dict[str, Any]]
     validations: list[dict[str, Any]]
-    timelines: list[dict[str, Any]]
     notes: list[dict[str, Any]]
 
     @property
@@ -215,7 +210,6 @@ def read_run(folder: Path) -> Run:
         finished=summary is not None,
         steps=sorted(kinds["step"], key=lambda record: int(record["step"])),
         validations=sorted(kinds["validation"], key=lambda record: int(record["step"])),
-        timelines=[record for record in kinds["timeline"] if record.get("buckets")],
         notes=kinds["note"],
     )
 
@@ -224,7 +218,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The records of a run's folder (or of its ``metrics.jsonl``), of a run still under way too."""
     path = Path(path)
     path = path / METRICS if path.is_dir() else path
-    with _said_clearly(path):
+    with _clear_errors(path):
         lines = _whole_lines(path)
     return [_parse(line, number, path) for number, line in enumerate(lines, start=1)]
 
@@ -245,7 +239,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file that is either complete or not there."""
-    with _said_clearly(path), whole_file(path) as file:
+    with _clear_errors(path), whole_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
@@ -309,7 +303,7 @@ def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def _said_clearly(path: Path) -> Iterator[None]:
+def _clear_errors(path: Path) -> Iterator[None]:
     """Turns what the operating system says about a file into one sentence with a remedy."""
     try:
         yield

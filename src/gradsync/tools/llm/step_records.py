@@ -1,19 +1,23 @@
 """What a training step was: its loss and tokens over all ranks, and where its time went on this one."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from gradsync.communicator import Communicator, Handle
-from gradsync.observe.timeline import StepTimes, Timeline
+from gradsync.observe.recording import Recorder, Step
 
-__all__ = ["GPU_STEPS_A_RECORD", "PHASES", "Heartbeat", "PhaseTimes", "Pulse", "StepRecord", "StepRecords"]
+__all__ = ["PHASES", "Heartbeat", "Pulse", "StepRecord", "StepRecords"]
 
-PHASES = ("data", "forward", "backward", "synchronization", "update")
+# By the names of recorded spans. What remains is the loop's own code.
+PHASE_OF = {
+    **{"data": "data", "forward": "forward", "gather": "forward", "backward": "backward"},
+    **{"synchronization": "synchronization", "optimizer": "update", "other": "update"},
+}
+PHASES = tuple(dict.fromkeys(PHASE_OF.values()))
 # On a GPU the device must be waited for to read times and losses, so several steps are read at once.
 GPU_STEPS_A_RECORD = 10
 
@@ -30,53 +34,22 @@ class StepRecord:
     gradient_norm: float
     learning_rate: float
     seconds: dict[str, float]
-    timeline: StepTimes | None
 
 
-class PhaseTimes:
-    """Times the phases of a loop. ``timeline`` tells how much of a backward was waiting for the wire.
+def seconds_by_phase(steps: Iterable[Step]) -> dict[str, float]:
+    """What recorded steps have spent on each phase of the loop.
 
-    On a GPU the host runs ahead of the device, so phases are delimited by events on its stream and read later; on the
-    CPU the clock is enough.
+    What is ``other`` is part of the update, as clipping is, but for what precedes the first forward: a validation.
     """
-
-    def __init__(self, device: torch.device, timeline: Timeline) -> None:
-        self.on_gpu = device.type == "cuda"
-        self._timeline = timeline
-        self._spans: list[tuple[str, Any, Any]] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """What runs in here is ``name``."""
-        begin = self._now()
-        try:
-            yield
-        finally:
-            self._spans.append((name, begin, self._now()))
-
-    def _now(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def take(self) -> tuple[dict[str, float], StepTimes | None]:
-        """Seconds by phase since the last call, and the last synchronization. On a GPU it waits for all of them."""
-        seconds = dict.fromkeys(PHASES, 0.0)
-        for name, begin, end in self._spans:
-            seconds[name] += self._between(begin, end)
-        self._spans.clear()
-        steps = self._timeline.take()
-        seconds["synchronization"] = sum(step.exposed for step in steps)
-        seconds["backward"] = max(0.0, seconds["backward"] - seconds["synchronization"])
-        return seconds, steps[-1] if steps else None
-
-    def _between(self, begin: Any, end: Any) -> float:
-        if not self.on_gpu:
-            return float(end - begin)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+    seconds = dict.fromkeys(PHASES, 0.0)
+    for step in steps:
+        computes = False
+        for span in step.spans:
+            computes = computes or span.name == "forward"
+            phase = PHASE_OF.get(span.name)
+            if phase is not None and (computes or span.name != "other"):
+                seconds[phase] += span.seconds
+    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,23 +103,32 @@ class _Ran(NamedTuple):
     norm: torch.Tensor
     rate: float
     wall: float
-    times: tuple[dict[str, float], StepTimes | None] | None
+    seconds: dict[str, float] | None
 
 
 class StepRecords:
-    """Steps that have run, until the heartbeat says what they were over all ranks. Then ``tell`` hears of them."""
+    """Steps that have run, until the heartbeat says what they were over all ranks: then ``emit`` is called.
 
-    def __init__(self, phases: PhaseTimes, tell: Callable[[StepRecord], None]) -> None:
-        self._steps_a_record = GPU_STEPS_A_RECORD if phases.on_gpu else 1
-        self._phases, self._tell = phases, tell
+    Times are those of the recorder, which is read from here on.
+    """
+
+    def __init__(self, recorder: Recorder, emit: Callable[[StepRecord], None], *, on_gpu: bool) -> None:
+        self._steps_a_record = GPU_STEPS_A_RECORD if on_gpu else 1
+        self._recorder, self._emit = recorder, emit
+        self._read_to = recorder.total
         self._began = time.perf_counter()
         self._waiting: list[_Ran] = []
         self._known: list[Pulse] = []
 
+    def _seconds(self) -> dict[str, float]:
+        steps = self._recorder.steps_since(self._read_to)
+        self._read_to = self._recorder.total
+        return seconds_by_phase(steps)
+
     def add(self, step: int, norm: torch.Tensor, rate: float, wall: float) -> None:
         """A step has run here. Where reading is free, times are read at once: they are this step's alone."""
-        times = self._phases.take() if self._steps_a_record == 1 else None
-        self._waiting.append(_Ran(step, norm, rate, wall, times))
+        seconds = self._seconds() if self._steps_a_record == 1 else None
+        self._waiting.append(_Ran(step, norm, rate, wall, seconds))
 
     def learn(self, pulse: Pulse | None, *, everything: bool = False) -> None:
         """What the oldest step that waits was. A record is made of as many as belong together."""
@@ -157,16 +139,15 @@ class StepRecords:
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         pulses, self._known = self._known, []
         ran, tokens, wall = taken[-1], sum(each.tokens for each in pulses), sum(each.wall for each in taken)
-        seconds, timeline = ran.times or self._phases.take()
-        record = StepRecord(
-            step=ran.step,
-            time=time.perf_counter() - self._began,
-            loss=sum(each.loss * each.tokens for each in pulses) / tokens if tokens else float("nan"),
-            tokens=tokens,
-            tokens_per_second=tokens / wall if wall > 0 else 0.0,
-            gradient_norm=float(ran.norm),
-            learning_rate=ran.rate,
-            seconds=seconds,
-            timeline=timeline,
+        self._emit(
+            StepRecord(
+                step=ran.step,
+                time=time.perf_counter() - self._began,
+                loss=sum(each.loss * each.tokens for each in pulses) / tokens if tokens else float("nan"),
+                tokens=tokens,
+                tokens_per_second=tokens / wall if wall > 0 else 0.0,
+                gradient_norm=float(ran.norm),
+                learning_rate=ran.rate,
+                seconds=self._seconds() if ran.seconds is None else ran.seconds,
+            )
         )
-        self._tell(record)

@@ -27,8 +27,6 @@ from gradsync.tools.llm.run_folder import Run
 from gradsync.tools.llm.step_records import PHASES
 
 __all__ = [
-    "COLOURS",
-    "TimePart",
     "TimeShares",
     "explain_run",
     "first_step",
@@ -38,24 +36,19 @@ __all__ = [
     "time_shares",
 ]
 
+LOGGER = logging.getLogger("gradsync")
+
 MOST_COLUMNS = 120
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimePart:
-    """``share`` is that of the mean step, ``seconds`` are what it has of it."""
-
-    name: str
-    share: float
-    seconds: float
-    colour: str
+# More do not fit on a page: then some of them stand for all.
+MOST_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeShares:
-    """``edges`` frame the columns, of which each has a share of every part; ``waits`` are what is waited for."""
+    """``parts`` are seconds of the mean ``step``; ``edges`` frame the columns, of which each has a share of every part;
+    ``waits`` are what is waited for."""
 
-    parts: tuple[TimePart, ...]
+    parts: Mapping[str, float]
     step: float
     waits: dict[str, float]
     edges: tuple[float, ...]
@@ -63,8 +56,8 @@ class TimeShares:
     per_column: int
 
     @property
-    def said(self) -> dict[float, str]:
-        """What each column says below a pointer."""
+    def hints(self) -> dict[float, str]:
+        """What is read out below a pointer, by its place."""
         words = {}
         for place, (left, right) in enumerate(itertools.pairwise(self.edges)):
             shares = (f"{NAMES.get(name, name)} {values[place]:.0%}" for name, values in self.columns.items())
@@ -117,23 +110,13 @@ def _shares(
     columns = [rows[begin : begin + per_column] for begin in range(0, len(rows), per_column)]
     sums = [[sum(values) for values in zip(*(seconds for _, seconds in column), strict=True)] for column in columns]
     return TimeShares(
-        parts=tuple(
-            TimePart(name=NAMES.get(name, name), share=seconds / step, seconds=seconds, colour=PARTS[name])
-            for name, seconds in parts.items()
-        ),
+        parts=parts,
         step=step,
         waits=waits,
         edges=(rows[0][0] - stride + 0.5, *(column[-1][0] + 0.5 for column in columns)),
         columns={name: [values[place] / (sum(values) or 1.0) for values in sums] for place, name in enumerate(parts)},
         per_column=per_column * stride,
     )
-
-
-LOGGER = logging.getLogger("gradsync")
-
-# More do not fit on a page: then some of them stand for all.
-MOST_RANKS = 8
-COLOURS = {name: PARTS[name] for name in STEP_PARTS}
 
 
 def explain_run(folder: Path) -> Explanation | None:
@@ -158,7 +141,7 @@ def shown_step(explanation: Explanation) -> MergedStep:
 
 def names_of() -> dict[str, str]:
     """What the colours of lanes mean."""
-    shown = {NAMES.get(name, name): shade for name, shade in COLOURS.items() if name != "turn"}
+    shown = {NAMES.get(name, name): PARTS[name] for name in STEP_PARTS if name != "turn"}
     return {**shown, "bucket on the wire": PARTS["hidden"]}
 
 
@@ -187,7 +170,7 @@ def _doing(explanation: Explanation, merged: MergedStep, place: int, origin: flo
     parts = iter(zip(step.synchronizations, merged.collectives, strict=False))
 
     def stretch(name: str, begin: float, end: float, words: str) -> Stretch:
-        return Stretch(begin=begin - origin, end=end - origin, colour=COLOURS[name], hint=words)
+        return Stretch(begin=begin - origin, end=end - origin, colour=PARTS[name], hint=words)
 
     for span in step.spans:
         words = f"rank {members[place]}, {span.name}: {duration(span.seconds)}"

@@ -22,15 +22,13 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, Loaded
 from gradsync.communicator import Communicator
 from gradsync.core.engine import ReplicaCheck, SyncPolicy
-from gradsync.core.engine.observer import Observers
 from gradsync.core.reduction import reduction_by_name
 from gradsync.health.elastic import Elastic
 from gradsync.observe.recording import Recorder, loading
-from gradsync.observe.timeline import Timeline
 from gradsync.optim.local_steps import LocalSteps
 from gradsync.tools.llm.model import build_model, count_targets, loss_of
 from gradsync.tools.llm.settings import TrainSettings, option_of
-from gradsync.tools.llm.step_records import GPU_STEPS_A_RECORD, Heartbeat, PhaseTimes, Pulse, StepRecord, StepRecords
+from gradsync.tools.llm.step_records import Heartbeat, Pulse, StepRecord, StepRecords
 from gradsync.tools.llm.tokens import Batches, BatchPlan, MicroBatch, TokenFile, validation_batches
 
 __all__ = ["Listener", "ReplicaProof", "Trainer", "TrainingOutcome", "make_accelerator"]
@@ -41,7 +39,9 @@ ECHO_SECONDS = 2.0
 # What may not differ between a checkpoint and the run that goes on from it.
 FIXED = ("model", "data", "tokenizer", "sequence_length", "seed", "precision")
 # What may, but changes the numbers.
-TOLD = ("micro_batch", "grad_accum", "learning_rate", "warmup", "weight_decay", "clip", "steps", "epochs", "reduction")
+CHANGEABLE = (
+    *("micro_batch", "grad_accum", "learning_rate", "warmup", "weight_decay", "clip", "steps", "epochs", "reduction"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class TrainingOutcome:
 
 
 class Listener:
-    """Hears of the run, on rank 0. This one says nothing about it."""
+    """Callbacks of a run, on rank 0. These do nothing."""
 
     def began(self, trainer: "Trainer", notes: list[str]) -> None:
         """The first step is about to run."""
@@ -95,7 +95,7 @@ class Trainer:
     """One run on this rank. Collective from beginning to end."""
 
     def __init__(
-        self, settings: TrainSettings, accelerator: Accelerator, timeline: Timeline, tokens: TokenFile
+        self, settings: TrainSettings, accelerator: Accelerator, recorder: Recorder, tokens: TokenFile
     ) -> None:
         self.settings = settings
         self.accelerator = accelerator
@@ -115,7 +115,7 @@ class Trainer:
         self.saving = TrainingCheckpoints(settings, accelerator)
         self.plan, self.notes = self.saving.adopt(self.plan, ranks)
         self._tokens = train
-        self.deal()
+        self.share_windows()
         self.total_steps = settings.steps or DEFAULT_STEPS
         if settings.epochs is not None:
             self.total_steps = max(1, round(settings.epochs * self.batches.windows_per_epoch))
@@ -125,15 +125,15 @@ class Trainer:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(settings.warmup, self.total_steps))
         self.plain_model = model
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
-        # What carries the gradients, and why that.
-        self.wire = str(accelerator.models.attachment_of(self.model).transport)
+        # Of the gradients, and why that one.
+        self.transport = str(accelerator.models.attachment_of(self.model).transport)
         self._local: LocalSteps | None = None
         if settings.local_steps is not None:
             self._local = LocalSteps(self.model, self.optimizer, every=settings.local_steps)
             accelerator.register_for_checkpointing(self._local)
-            self.wire += f"; parameters take it, after every {settings.local_steps} steps"
+            self.transport += f"; parameters take it, after every {settings.local_steps} steps"
         self.step = self.saving.restore()
-        self.phases = PhaseTimes(accelerator.device, timeline)
+        self._recorder = recorder
         self._listener = Listener()
         self._validation_loss: float | None = None
 
@@ -142,7 +142,7 @@ class Trainer:
         """How many ranks a window is planned for; it is the same window on any other number."""
         return self.accelerator.num_processes
 
-    def deal(self) -> None:
+    def share_windows(self) -> None:
         """Share windows out among the ranks there are now."""
         accelerator = self.accelerator
         self.batches = Batches(self._tokens, self.plan, accelerator.process_index, accelerator.num_processes)
@@ -151,7 +151,7 @@ class Trainer:
     # -- the run -----------------------------------------------------------------------------------------------
 
     def run(self, listener: Listener | None = None) -> TrainingOutcome:
-        """Train to the end, or until somebody is asked to stop; a checkpoint is written in both cases."""
+        """Train to the end, or until a signal asks any rank to stop; a checkpoint is written in both cases."""
         if listener is not None and self.accelerator.is_main_process:
             self._listener = listener
         self._listener.began(self, self.notes)
@@ -168,9 +168,13 @@ class Trainer:
         proof = compare_replicas(self.plain_model, self.accelerator.world.communicator)
         return TrainingOutcome(step=self.step, signal=signal, proof=proof, validation_loss=self._validation_loss)
 
+    def _new_records(self) -> StepRecords:
+        on_gpu = self.accelerator.device.type == "cuda"
+        return StepRecords(self._recorder, self._listener.stepped, on_gpu=on_gpu)
+
     def _train(self) -> int:
         """All steps. Returns the signal that has ended them, or 0."""
-        records, signal = StepRecords(self.phases, self._listener.stepped), 0
+        records, signal = self._new_records(), 0
         with Interruption() as interruption:
             while self.step < self.total_steps and not signal:
                 pulse = self._train_step(interruption.signal, records)
@@ -185,26 +189,23 @@ class Trainer:
         return signal
 
     def _train_step(self, signal: int, records: StepRecords) -> Pulse | None:
-        phase = self.phases.phase
         began = time.perf_counter()
-        with phase("data"), loading():
+        with loading():
             batches = [self._placed(batch) for batch in self.batches.window(self.step)]
         total: torch.Tensor | float = 0.0
         tokens = 0
         for inputs, targets in self.accelerator.window(batches, self.model):
-            with phase("forward"), self.accelerator.autocast():
+            with self.accelerator.autocast():
                 loss = loss_of(self.model(inputs), targets)
             count = count_targets(targets)
-            with phase("backward"):
-                self.accelerator.backward(loss, weight=count)
+            self.accelerator.backward(loss, weight=count)
             total = total + loss.detach().double() * count
             tokens += count
-        with phase("update"):
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
-            rate = self.optimizer.param_groups[0]["lr"]
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
         self.step += 1
         pulse = self._heartbeat.beat(total, tokens, signal)
         records.add(self.step, norm, rate, time.perf_counter() - began)
@@ -218,10 +219,10 @@ class Trainer:
         return inputs, targets
 
     def _now_and_then(self, records: StepRecords) -> int:
-        """Save, validate. Returns the signal that somebody has got meanwhile, or 0."""
+        """Save, validate. Returns the signal that any rank has received meanwhile, or 0."""
         signal = 0
         if self.step % self.settings.checkpoint_every == 0:
-            # Before it is saved: a run that goes on from here does not do this step again, and would never tell of it.
+            # Before it is saved: a run that resumes here does not repeat this step, and would never record it.
             pulse = self._heartbeat.read()
             records.learn(pulse, everything=True)
             signal = 0 if pulse is None else pulse.signal
@@ -268,18 +269,17 @@ def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaPro
 
 
 def make_accelerator(
-    settings: TrainSettings, *, cpu: bool = False, recorder: Recorder | None = None, elastic: Elastic | None = None
-) -> tuple[Accelerator, Timeline]:
-    """An accelerator for the run, and the timeline that observes its synchronizations, as the recorder does."""
-    timeline = Timeline(keep=4 * GPU_STEPS_A_RECORD)
+    settings: TrainSettings, recorder: Recorder, *, cpu: bool = False, elastic: Elastic | None = None
+) -> Accelerator:
+    """An accelerator for the run, whose steps are recorded."""
     policy = SyncPolicy(
         bucket_cap_mb=settings.bucket_mb,
         reduction=reduction_by_name(settings.reduction if settings.local_steps is None else "mean"),
-        observer=timeline if recorder is None else Observers(timeline, recorder),
+        observer=recorder,
         on_bad_step=settings.on_bad_step,
         replica_check=None if settings.replica_check is None else ReplicaCheck(every=settings.replica_check),
     )
-    accelerator = Accelerator(
+    return Accelerator(
         mixed_precision=settings.precision if settings.precision in ("bf16", "fp16") else "no",
         cpu=cpu,
         shard_optimizer=settings.shard_optimizer,
@@ -289,7 +289,6 @@ def make_accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(scheduler_steps="once"),
         kwargs_handlers=[DistributedDataParallelKwargs(policy=policy)],
     )
-    return accelerator, timeline
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -359,14 +358,13 @@ class TrainingCheckpoints:
         self._folder = CheckpointFolder(folder, communicator, keep=self._settings.keep)
 
     def adopt(self, plan: BatchPlan, ranks: int) -> tuple[BatchPlan, list[str]]:
-        """The plan to train by on so many ranks, and what is to be said about it: a resumed run keeps its global
-        batch."""
+        """The plan to train by on ``ranks`` ranks, with notes: a resumed run keeps its global batch."""
         loaded = self.loaded
         if loaded is None:
             resumes = self._settings.resume
             return plan, ["nothing to resume from: the run begins at its first step"] if resumes else []
         before, now, global_batch = loaded.facts["settings"], self._settings.as_json(), loaded.facts["global_batch"]
-        other = [name for name in FIXED + TOLD if before.get(name) != now[name]]
+        other = [name for name in FIXED + CHANGEABLE if before.get(name) != now[name]]
         for name in other:
             if name in FIXED:
                 raise ConfigurationError(

@@ -20,7 +20,7 @@ __all__ = [
     "account_path",
     "find_accounts",
     "read_account",
-    "tell",
+    "summarize",
     "write_account",
 ]
 
@@ -41,7 +41,7 @@ class WrapperAccount:
     was sent again; ``collectives`` are those of buckets, ``broadcasts`` those of buffers in a forward.
 
     ``backward_with`` and ``backward_without`` are seconds of a backward that synchronizes, and of one that does not;
-    ``wire`` and ``hidden`` those that torch's class has measured of its own collectives. None is what was not seen.
+    ``communication`` and ``hidden`` those that torch's class has measured of its own collectives. None: not seen.
     """
 
     kind: Kind
@@ -57,14 +57,14 @@ class WrapperAccount:
     broadcasts: int
     backward_with: float | None
     backward_without: float | None
-    wire: float | None
+    communication: float | None
     hidden: float | None
 
     @property
     def exposed(self) -> float | None:
         """Seconds that one synchronization adds to its backward: as measured by the wrapper, else by comparison."""
-        if self.wire is not None and self.hidden is not None:
-            return max(0.0, self.wire - self.hidden)
+        if self.communication is not None and self.hidden is not None:
+            return max(0.0, self.communication - self.hidden)
         if self.backward_with is not None and self.backward_without is not None:
             return max(0.0, self.backward_with - self.backward_without)
         return None
@@ -112,14 +112,14 @@ def find_accounts(folder: Path) -> list[Path]:
 def read_account(path: Path) -> Account:
     """Raises if the file is of another version, or not whole."""
     try:
-        told = json.loads(path.read_bytes())
-        version = told.get("version") if isinstance(told, dict) else None
+        content = json.loads(path.read_bytes())
+        version = content.get("version") if isinstance(content, dict) else None
         if version != VERSION:
             raise ConfigurationError(
                 f"{path} was written by another version of gradsync (format {version}, this one reads {VERSION}). Read "
                 "it with that one, or run the script again"
             )
-        return from_json(Account, told)
+        return from_json(Account, content)
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigurationError):
             raise
@@ -129,9 +129,9 @@ def read_account(path: Path) -> Account:
 # -- the messages at the end of a run ---------------------------------------------------------------------------------
 
 
-def tell(accounts: Sequence[Account], script: str, *, times: bool = True) -> list[str]:
+def summarize(accounts: Sequence[Account], script: str, *, times: bool = True) -> list[str]:
     """Lines: where the time went, which collectives there were and which for nothing, and what would be gained.
-    ``times`` is False where somebody else says where the time went."""
+    ``times`` is False where an explanation shows where the time went."""
     if not any(account.wrappers for account in accounts):
         return [_never_wrapped(accounts, script)]
     lines = []
@@ -191,9 +191,9 @@ def _of_wrapper(wrapper: WrapperAccount, account: Account) -> list[str]:
     if wrapper.broadcasts:
         lines.append(f"  and {_plural(wrapper.broadcasts / wrapper.steps, 'broadcast')} of buffers a step")
     lines += _wasted(wrapper, account) if wrapper.wasted and wrapper.synchronized else ["  none of them was wasted"]
-    if wrapper.wire is not None and wrapper.hidden is not None and wrapper.exposed is not None:
+    if wrapper.communication is not None and wrapper.hidden is not None and wrapper.exposed is not None:
         lines.append(
-            f"  by its own measure they are under way for {duration(wrapper.wire)} of a backward, "
+            f"  by its own measure they are under way for {duration(wrapper.communication)} of a backward, "
             f"{duration(wrapper.exposed)} of them not hidden behind its computation"
         )
     return lines
@@ -216,8 +216,8 @@ def _wasted(wrapper: WrapperAccount, account: Account) -> list[str]:
 def _of_calls(account: Account) -> list[str]:
     if not account.called:
         return []
-    told = ", ".join(f"{number} {name}" for name, number in sorted(account.called.items(), key=lambda each: -each[1]))
-    return [f"started through torch.distributed beside these: {told}"]
+    calls = ", ".join(f"{number} {name}" for name, number in sorted(account.called.items(), key=lambda each: -each[1]))
+    return [f"started through torch.distributed beside these: {calls}"]
 
 
 def _plural(number: float, noun: str) -> str:

@@ -47,7 +47,14 @@ from gradsync.tools.run.account import BACKWARD, DATA, FORWARD, OPTIMIZER, REST,
 from gradsync.tools.run.startup.sitecustomize import CHILD_SETTINGS, after_import
 from gradsync.tools.run.wrappers import PhaseClock, WatchedWrapper, watched
 
-__all__ = ["ChildSettings", "Running", "begin_started", "begin_with_children", "is_library", "say_if_ranks_are_started"]
+__all__ = [
+    "ChildSettings",
+    "Running",
+    "begin_started",
+    "begin_with_children",
+    "is_library",
+    "warn_if_ranks_are_started",
+]
 
 # Functions of torch.distributed that are counted. Only the names there are replaced, which scripts look up: torch's own
 # functions call each other below them, so `all_gather_object` is one call and not the three it makes.
@@ -298,7 +305,7 @@ def begin_started(text: str) -> None:
     atexit.register(_end_child, begin_with_children(settings), settings, os.getpid())
 
 
-def say_if_ranks_are_started() -> None:
+def warn_if_ranks_are_started() -> None:
     """To be called in ranks: a script that starts some itself, in each of them, is hardly meant to."""
     processes: Any = torch.multiprocessing
     start = processes.spawn
@@ -327,7 +334,7 @@ def _begin_child(keep: bool, folder: str) -> ChildSettings:
 
 
 def _end_child(running: Running, settings: ChildSettings, process: int) -> None:
-    """A process that wrapped nothing, as a worker of a loader, has nothing to tell; nor has one that was forked."""
+    """A process that wrapped nothing, as a worker of a loader, has no account; nor has one that was forked."""
     account = running.account()
     if account.wrappers and os.getpid() == process and _current[0][1] is settings:
         # The folder is gone where rank 0 has not waited.

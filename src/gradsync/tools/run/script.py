@@ -28,7 +28,7 @@ from gradsync.health.watch.exit_causes import exit_status
 from gradsync.observe.recording import close_recorders
 from gradsync.observe.recording.attach import VARIABLE
 from gradsync.tools.run.account import Account, account_path, find_accounts, read_account, write_account
-from gradsync.tools.run.running import ChildSettings, begin_with_children, say_if_ranks_are_started
+from gradsync.tools.run.running import ChildSettings, begin_with_children, warn_if_ranks_are_started
 
 __all__ = ["UserScript", "all_accounts", "common_folder", "end_rank", "run_rank", "traceback_of"]
 
@@ -156,7 +156,7 @@ def run_rank(
     settings = ChildSettings(keep=keep, folder=folder)
     running = begin_with_children(settings)
     if read_environment().launcher != "none":
-        say_if_ranks_are_started()
+        warn_if_ranks_are_started()
     # What an earlier run has left must not be taken for this one's.
     account_path(folder, running.account().rank).unlink(missing_ok=True)
     ended: BaseException | None = None
@@ -177,7 +177,7 @@ def run_rank(
             say_goodbye(error)
     except BaseException as error:
         on_end(error)
-        # Others wait for this rank: they are to hear of the error, and not only that it has ended.
+        # Others wait for this rank: they get the error, and not only that it has ended.
         say_goodbye(error)
         # Now, and not at the end of the process, when the folder may be gone.
         close_recorders()
@@ -185,7 +185,7 @@ def run_rank(
     if ended is None:
         on_end(None)
     account = running.account()
-    # Of a process that only starts others they tell, the first by the same number.
+    # A process that only starts others has nothing to add; the first of them has the same number.
     if account.wrappers or not account_path(folder, account.rank).exists():
         write_account(folder, account)
     close_recorders()
@@ -221,13 +221,13 @@ def common_folder(place: ProcessEnvironment) -> Iterator[Path]:
         yield folder
         failed = False
     finally:
-        # What this rank began in is gone if rank 0 has not waited for it: then the folder was made anew, by this rank.
+        # What this rank began in is gone if rank 0 has not waited for it: then this rank has made the folder again.
         if failed or place.rank == 0 or not mine.exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def all_accounts(folder: Path, ranks: int) -> list[Account]:
-    """Those of so many ranks at least, which all write to the folder; of a rank that is late, none."""
+    """Those of at least ``ranks`` ranks, which all write to the folder; without ranks that are late."""
     deadline = time.monotonic() + SECONDS_FOR_OTHERS
     while len(find_accounts(folder)) < ranks and time.monotonic() < deadline:
         time.sleep(TICK)

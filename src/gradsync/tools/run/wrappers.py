@@ -5,7 +5,7 @@ of the means; what the others send is sent again. Backwards inside a step, which
 those whose gradients were discarded before the next forward, are windows of their own.
 
 torch's class does not report how often it synchronized. It decides in the forward, so the flag is read there, and a
-hook on the output tells whether that forward has had its backward. gradsync's class counts by itself.
+hook on the output notes whether that forward has had its backward. gradsync's class counts by itself.
 """
 
 import statistics
@@ -27,7 +27,7 @@ from gradsync.tools.run.account import FORWARD, PHASES, REST, Kind, WrapperAccou
 
 __all__ = ["PhaseClock", "WatchedWrapper", "watched"]
 
-# Backwards after which torch's class is asked. It makes its buckets anew once, after the first synchronization, and
+# Backwards after which torch's class is asked. It rebuilds its buckets once, after the first synchronization, and
 # measures the first ten and every hundredth.
 ASKED = 12
 # Of those that it has measured, the first ones are not like the others.
@@ -79,7 +79,7 @@ class PhaseClock:
             self._inside.pop()
 
     def enter(self, phase: str) -> None:
-        """As :meth:`inside`, for those who are called at the beginning and at the end."""
+        """As :meth:`inside`, for hooks at the beginning and at the end."""
         if self.is_mine():
             self._count()
             self._inside.append(phase)
@@ -103,7 +103,7 @@ class PhaseClock:
 
 
 class WatchedWrapper(ABC):
-    """The counts of one wrapper; a subclass says how often it has synchronized, and what each time takes."""
+    """The counts of one wrapper; a subclass knows how often it has synchronized, and what each time takes."""
 
     kind: Kind
 
@@ -135,7 +135,7 @@ class WatchedWrapper(ABC):
             self._end_window()
 
     def after_forward(self, output: Any) -> None:
-        """A hook on the output says whether the forward gets its backward: those of other models come in between."""
+        """A hook on the output notes whether the forward gets its backward: those of other models come in between."""
         flag, reached = self._flag(), self._reached
 
         def backward_comes(gradient: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ class WatchedWrapper(ABC):
         return False
 
     def after_backward(self, seconds: float, *, inside_step: bool = False) -> None:
-        """A backward, of whatever model, has taken so long."""
+        """A backward of any model has taken ``seconds``."""
         reached, synchronized = self._look()
         if not reached:
             return
@@ -187,7 +187,7 @@ class WatchedWrapper(ABC):
         return any(each is not None and each.grad is not None for each in (trained() for trained in self._trained))
 
     def account(self) -> WrapperAccount:
-        buckets, wire, hidden = self._read_facts()
+        buckets, communication, hidden = self._read_facts()
         return WrapperAccount(
             kind=self.kind,
             model=self._model,
@@ -202,7 +202,7 @@ class WatchedWrapper(ABC):
             broadcasts=self._broadcasts,
             backward_with=_mean(self._took[True]),
             backward_without=_mean(self._took[False]),
-            wire=wire,
+            communication=communication,
             hidden=hidden,
         )
 
@@ -212,11 +212,11 @@ class WatchedWrapper(ABC):
 
     @abstractmethod
     def _collectives_each(self) -> int:
-        """What a synchronization puts on the wire now."""
+        """How many collectives a synchronization takes now."""
 
     def _read_facts(self) -> tuple[int, float | None, float | None]:
         """Buckets, and the seconds that they were under way in a backward and under way behind its computation, where
-        the wrapper tells; the last that were known, of one that is gone."""
+        the wrapper measures it; the last that were known, if the wrapper is gone."""
         return self._facts
 
 
@@ -234,7 +234,7 @@ class WatchedOurs(WatchedWrapper):
         if wrapper is None:
             return False, 0
         now = wrapper.synchronizer.synchronizations
-        # Another wire begins to count anew.
+        # Another communicator begins to count from 0.
         new, self._seen = max(0, now - self._seen), now
         reached = bool(self._reached) or new > 0
         self._reached.clear()
@@ -246,7 +246,7 @@ class WatchedOurs(WatchedWrapper):
 
 
 class WatchedTorchs(WatchedWrapper):
-    """torch's class: the flag in the forward, a hook on its output, and what its logger says."""
+    """torch's class: the flag in the forward, a hook on its output, and its logger."""
 
     kind = "torch"
 
@@ -280,14 +280,14 @@ class WatchedTorchs(WatchedWrapper):
     def _read_facts(self) -> tuple[int, float | None, float | None]:
         wrapper = self._wrapper()
         if wrapper is not None and wrapper.logger is not None:
-            told = wrapper._get_ddp_logging_data()
-            sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes", "")
+            data = wrapper._get_ddp_logging_data()
+            sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes", "")
             buckets = len(sizes.split(",")) if sizes else 0
-            began = told.get("backward_comm_time_start", 0)
+            began = data.get("backward_comm_time_start", 0)
             if began:
                 names = ("backward_comm_time", "backward_compute_comm_overlap_time")
-                wire, hidden = (told.get(name, 0) * 1e-9 for name in names)
-                self._measured[began] = wire, hidden
+                communication, hidden = (data.get(name, 0) * 1e-9 for name in names)
+                self._measured[began] = communication, hidden
             self._facts = buckets, *self._usual()
         return self._facts
 
@@ -297,9 +297,9 @@ class WatchedTorchs(WatchedWrapper):
         found = found[WARM_UP:] or found
         if not found:
             return None, None
-        wire = statistics.median(each for each, _ in found)
+        communication = statistics.median(each for each, _ in found)
         exposed = statistics.median(each - hidden for each, hidden in found)
-        return wire, max(0.0, wire - exposed)
+        return communication, max(0.0, communication - exposed)
 
 
 def watched(wrapper: nn.Module) -> WatchedWrapper:
