@@ -86,12 +86,8 @@ class Training:
             layer = inner.get_submodule("blocks.1.mlp.up")
             layer.register_forward_pre_hook(lambda *_: time.sleep(self.sleeps))
         self.model = DistributedDataParallel(inner, bucket_cap_mb=self.bucket_cap_mb, reduction=self.reduction)
-        make = torch.optim.SGD
-        self.optimizer: torch.optim.Optimizer
-        if self.shards:
-            self.optimizer = ShardedOptimizer(make, self.model, lr=1e-3)
-        else:
-            self.optimizer = make(self.model.parameters(), lr=1e-3)
+        plain = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.optimizer = ShardedOptimizer(plain, self.model) if self.shards else plain
         keep = {"persistent_workers": True, "prefetch_factor": 4} if self.workers else {}
         loader = DataLoader(Inputs(self.data_seconds), num_workers=self.workers, **keep)
         self._batches: Iterator[torch.Tensor] = iter(loader)

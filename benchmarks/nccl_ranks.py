@@ -113,14 +113,16 @@ def with_foreach(make: Make) -> Make:
 def sharded(mode: Any, **settings: Any) -> Make:
     def make(model: nn.Module) -> tuple[nn.Module, Any]:
         wrapped = gradsync.DistributedDataParallel(model, device_ids=[0], **settings)
-        return wrapped, gradsync.ShardedOptimizer(torch.optim.AdamW, wrapped, lr=1e-4, fused=True, mode=mode)
+        return wrapped, gradsync.ShardedOptimizer(
+            torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True), wrapped, mode=mode
+        )
 
     return make
 
 
 def overlapped(model: nn.Module) -> tuple[nn.Module, Any]:
     wrapped = gradsync.DistributedDataParallel(model, device_ids=[0])
-    return wrapped, gradsync.OverlappedOptimizer(wrapped, adam(wrapped.parameters()))
+    return wrapped, gradsync.OverlappedOptimizer(adam(wrapped.parameters()), wrapped)
 
 
 OURS: dict[str, Make] = {

@@ -94,7 +94,7 @@ def variant(case: Case) -> tuple[Callable[[], None], Callable[[], None]]:
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, foreach=True)
     flush: Callable[[], None] = lambda: None  # noqa: E731 (two of them, of one type)
     if case.mode == "next-forward":
-        sharded = ShardedOptimizer.of(optimizer, model, "next-forward")
+        sharded = ShardedOptimizer(optimizer, model, mode="next-forward")
         optimizer, flush = sharded, sharded.flush
 
     def step() -> None:

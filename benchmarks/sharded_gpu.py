@@ -36,7 +36,7 @@ def variants() -> dict[str, Make]:
 
     def sharded(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
         wrapped = gradsync.DistributedDataParallel(model, device_ids=[0])
-        return wrapped, gradsync.ShardedOptimizer(torch.optim.AdamW, wrapped, lr=1e-4, fused=True)
+        return wrapped, gradsync.ShardedOptimizer(torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True), wrapped)
 
     return {"torch view": torch_view, "gradsync": plain, "gradsync sharded": sharded}
 

@@ -110,8 +110,8 @@ class _Rank(Disturbed):
         if kind == "plain":
             return self.plain[0]
         if kind == "overlapped":
-            return OverlappedOptimizer(self.model, *self.plain)
-        return ShardedOptimizer.of(self.plain[0], self.model)
+            return OverlappedOptimizer(self.plain, self.model)
+        return ShardedOptimizer(self.plain[0](self.model.parameters()), self.model)
 
     # -- the program -----------------------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ optimizer.step()
         + """
 from pathlib import Path
 folder = Path(__file__).with_suffix("")
-optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
+optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
 def one_step():
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()

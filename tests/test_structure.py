@@ -118,7 +118,7 @@ def test_the_check_sees_what_is_wrong(tmp_path: Path, where: str, what: str) -> 
 def test_nothing_inside_imports_the_whole() -> None:
     """`gradsync` itself is above everything: inside, names come from where they are made."""
     assert [name for name, path in FILES.items() if name and "" in imports_of(path)] == []
-    assert {"base.errors", "parallel.attach", "parallel.data_parallel"} <= set(imports_of(FILES[""]))
+    assert {"errors", "parallel.attach", "parallel.data_parallel"} <= set(imports_of(FILES[""]))
 
 
 def test_the_public_names() -> None:

@@ -8,7 +8,8 @@
 
 from gradsync.accelerator import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
 from gradsync.base import __version__
-from gradsync.base.errors import (
+from gradsync.core.engine import ReplicaCheck, SyncPolicy
+from gradsync.errors import (
     BadStepError,
     CommunicatorLostError,
     ConfigurationError,
@@ -17,7 +18,6 @@ from gradsync.base.errors import (
     MisuseError,
     PeerFailedError,
 )
-from gradsync.core.engine import ReplicaCheck, SyncPolicy
 from gradsync.health.elastic import Elastic
 from gradsync.observe.timeline import Timeline
 from gradsync.optim.local_steps import LocalSteps

@@ -17,7 +17,7 @@ from gradsync.observe.plan.library import published
 from gradsync.observe.plan.planner import Setting, predict
 from gradsync.observe.recording import RecordedBucket, read_recordings
 from gradsync.observe.recording.files import file_name, lines_of
-from gradsync.tools.run.account import account_path, read_account, tell
+from gradsync.tools.run.account import account_path, read_account, summarize
 from tests.recordings import Loop, World
 
 GONE = object()
@@ -102,7 +102,7 @@ def test_an_account_with_a_wrong_value_is_read_or_refused(tmp_path: Path) -> Non
     refused = 0
     for wrong in spoiled(account | {"seconds": seconds, "called": {"barrier": 1}, "wrappers": [wrapper]}):
         path.write_text(json.dumps(wrong))
-        refused += read_or_refuse(lambda: tell([read_account(path)], "script.py"))
+        refused += read_or_refuse(lambda: summarize([read_account(path)], "script.py"))
     assert refused > len(WRONG)
 
 

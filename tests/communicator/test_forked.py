@@ -93,9 +93,9 @@ def read_in_a_child(kind: str, flush: bool) -> list[str]:
     """What a child hears that is forked right after a step, and reads parameters."""
     model = DistributedDataParallel(torch.nn.Linear(8, 8), communicator=fresh_wire("shared-memory", 30.0))
     if kind == "sharded":
-        optimizer: Any = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+        optimizer: Any = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     else:
-        optimizer = OverlappedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = OverlappedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(2, 8)).sum().backward()

@@ -29,9 +29,9 @@ def train(kind: str, default: str) -> list[torch.Tensor]:
         options = {"lr": 0.05, "momentum": 0.9}
         optimizer: Any = torch.optim.SGD(plain.parameters(), **options)
         if kind == "sharded":
-            optimizer = gradsync.ShardedOptimizer(torch.optim.SGD, model, **options)
+            optimizer = gradsync.ShardedOptimizer(torch.optim.SGD(model.parameters(), **options), model)
         elif kind == "overlapped":
-            optimizer = gradsync.OverlappedOptimizer(model, optimizer)
+            optimizer = gradsync.OverlappedOptimizer(optimizer, model)
         for number, batch in enumerate(batches):
             optimizer.zero_grad()
             if kind == "weights":

@@ -240,9 +240,9 @@ def run_optimizer(kind: str, reduction: str, windows: int = WINDOWS) -> dict[str
     options: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9}
     optimizer: Any
     if kind == "sharded":
-        optimizer = gradsync.ShardedOptimizer(torch.optim.SGD, model, **options)
+        optimizer = gradsync.ShardedOptimizer(torch.optim.SGD(model.parameters(), **options), model)
     elif kind == "overlapped":
-        optimizer = gradsync.OverlappedOptimizer(model, torch.optim.SGD(model.parameters(), **options))
+        optimizer = gradsync.OverlappedOptimizer(torch.optim.SGD(model.parameters(), **options), model)
     else:
         optimizer = torch.optim.SGD(model.parameters(), **options)
     naive = torch.optim.SGD(reference.parameters(), **options)

@@ -19,7 +19,7 @@ KINDS = ("plain", "sharded", "overlapped")
 def optimizer_of(kind: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Any:
     if kind == "plain":
         return optimizer
-    return ShardedOptimizer.of(optimizer, model) if kind == "sharded" else OverlappedOptimizer(model, optimizer)
+    return ShardedOptimizer(optimizer, model) if kind == "sharded" else OverlappedOptimizer(optimizer, model)
 
 
 class Bag(nn.Module):

@@ -181,7 +181,7 @@ def sharded(every: int) -> list[Any]:
     """Parameters that are still on their way when the backward begins are waited for."""
     communicator = choose_communicator()
     model = DistributedDataParallel(Network(), replica_check=ReplicaCheck(every=every), bucket_cap_mb=1e-4)
-    optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
     for window in range(5):
         model(float(communicator.rank + window)).backward()
         optimizer.step()
@@ -203,7 +203,7 @@ def flip_on(culprit: int, kind: str, every: int) -> tuple[list[bool], list[torch
     plain = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer: Any = plain
     if kind != "plain":
-        optimizer = ShardedOptimizer.of(plain, model) if kind == "sharded" else OverlappedOptimizer(model, plain)
+        optimizer = ShardedOptimizer(plain, model) if kind == "sharded" else OverlappedOptimizer(plain, model)
     found = []
     for window in range(5):
         try:

@@ -591,7 +591,7 @@ def by_closure(kind: str) -> list[bool]:
         "adam": lambda: torch.optim.AdamW(parameters, lr=0.1),
         # With small steps: where it has converged, nothing changes either.
         "lbfgs": lambda: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
-        "sharded": lambda: ShardedOptimizer(torch.optim.AdamW, model, lr=0.1),
+        "sharded": lambda: ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model),
     }[kind]()
     seen = []
     for window in range(4):
@@ -617,7 +617,9 @@ def test_a_closure_is_skipped_too(kind: str) -> None:
 def scaled(on_bad_step: str | None, fault: str, kind: str = "plain") -> list[Any]:
     communicator = choose_communicator()
     model = wrap(on_bad_step, Line(dtype=torch.float32))
-    optimizer = adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
+    optimizer = (
+        adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     seen = []
     for window in range(5):
@@ -651,7 +653,7 @@ def test_a_scaler_does_not_by_a_rank_that_abstains(on_bad_step: str | None) -> N
 def sharded(on_bad_step: str, fault: str) -> list[Any]:
     communicator = choose_communicator()
     model = wrap(on_bad_step, nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double())
-    optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
     seen: list[Any] = []
     for window in range(6):
         faulty = window == 3 and communicator.rank == 1
@@ -690,7 +692,7 @@ def alike(kind: str, on_bad_step: str, dtype: torch.dtype, set_to_none: bool) ->
     model = wrap(on_bad_step, nn.Linear(6, 5).to(dtype), accumulation_dtype=None if kind == "sharded" else wide)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
     if kind == "sharded":
-        optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
+        optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
     seen = []
     for window in range(6):
         x = torch.full((2, 6), communicator.rank + window + 1.0, dtype=dtype)
@@ -726,7 +728,9 @@ def zeroed(kind: str, set_to_none: bool) -> list[bool]:
     """The second window is rejected, and zeroed on all ranks without a step."""
     communicator = choose_communicator()
     model = wrap("skip", nn.Linear(6, 5))
-    optimizer = adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW, model, lr=0.1)
+    optimizer = (
+        adam(model) if kind == "plain" else ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+    )
     seen = []
     for window in range(4):
         before = [parameter.detach().clone() for parameter in model.parameters()]

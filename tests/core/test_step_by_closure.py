@@ -174,7 +174,7 @@ def test_a_closure_that_does_not_synchronize_is_refused_after_it_has_run(ranks: 
 def abstain_after_an_empty_closure() -> list[bool]:
     rank = choose_communicator().rank
     model: Any = gradsync.DistributedDataParallel(make_model(), bucket_cap_mb=1e-4)
-    optimizer = gradsync.ShardedOptimizer(torch.optim.SGD, model, lr=0.05)
+    optimizer = gradsync.ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
     skipped = []
     for step in range(STEPS):
         if step == 1:

@@ -23,9 +23,9 @@ def leave_out_a_step(kind: str) -> str:
     wire: Any = fresh_wire("shared-memory", 30.0)
     model = DistributedDataParallel(torch.nn.Linear(8, 8), communicator=wire)
     if kind == "sharded":
-        optimizer: Any = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+        optimizer: Any = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     else:
-        optimizer = OverlappedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = OverlappedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     try:
         for step in range(5):
             model(torch.ones(2, 8)).sum().backward()

@@ -206,7 +206,7 @@ def test_backwards_inside_a_step_by_closure_are_no_optimizer() -> None:
 
 def test_gathers_of_a_sharded_optimizer_belong_to_the_step_that_needs_them() -> None:
     def loop(model: DistributedDataParallel) -> None:
-        optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+        optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for _ in range(4):
             loss_of(model).backward()
             optimizer.step()

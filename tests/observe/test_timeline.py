@@ -283,7 +283,7 @@ def test_nothing_overlaps_in_a_step_whose_buckets_start_at_its_end() -> None:
 def watch_gathers() -> tuple[list[StepTimes], str]:
     timeline = Timeline()
     wrapper = DistributedDataParallel(Slow(), bucket_cap_mb=CAP, observer=timeline, find_unused_parameters=True)
-    optimizer = ShardedOptimizer(torch.optim.SGD, wrapper, lr=0.1)
+    optimizer = ShardedOptimizer(torch.optim.SGD(wrapper.parameters(), lr=0.1), wrapper)
     for _ in range(4):
         wrapper(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()

@@ -97,7 +97,7 @@ def train(folder: str, shard: bool) -> None:
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh())]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.02, observer=recorder)
     if shard:
-        optimizer: Any = ShardedOptimizer(torch.optim.AdamW, model, lr=0.01)
+        optimizer: Any = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(STEPS):

@@ -161,7 +161,7 @@ def look_without_waiting() -> list[bool]:
     """What says nothing of values waits for nobody."""
     rank = choose_communicator().rank
     model = DistributedDataParallel(net())
-    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.3)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3), model)
     model(batch(rank, 0)).sum().backward()
     optimizer.step()
     parameter = next(model.parameters())
@@ -278,7 +278,7 @@ def lose_the_wire(stepped: threading.Event) -> list[str]:
     """Rank 1 gives up before its second step: rank 0 can read neither old parameters nor new ones from then on."""
     wire = choose_communicator()
     model = DistributedDataParallel(net(), communicator=wire)
-    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.3)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3), model)
     said = []
     for step in range(2):
         model(batch(0, step)).sum().backward()
@@ -312,7 +312,7 @@ def train_narrow(steps: int) -> tuple[list[torch.Tensor], Any]:
     rank = choose_communicator().rank
     model = DistributedDataParallel(nn.Linear(8, 8, bias=False).bfloat16(), accumulation_dtype=torch.float32)
     nn.init.ones_(model.module.weight)
-    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=2.0**-12)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=2.0**-12), model)
     for _ in range(steps):
         model(torch.ones(1, 8).bfloat16()).sum().backward()
         optimizer.step()
@@ -335,7 +335,7 @@ def train_mixed(steps: int, reload: bool) -> list[torch.Tensor]:
     """A narrow parameter and a wide one, in one bucket: updates of 2⁻¹² each."""
     module = nn.ParameterList([torch.ones(8, dtype=torch.bfloat16), torch.ones(8)])
     model = DistributedDataParallel(Sum(module), accumulation_dtype=torch.float32)
-    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=2.0**-12)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=2.0**-12), model)
     for step in range(steps):
         model().backward()
         optimizer.step()
@@ -367,7 +367,7 @@ def test_narrow_parameters_beside_wide_ones_have_masters(reload: bool, world_siz
 
 def copy_awaited() -> list[str]:
     model = DistributedDataParallel(net())
-    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.3)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3), model)
     model(batch(0, 0)).sum().backward()
     optimizer.step()
     copied_module = copy.deepcopy(model.module)

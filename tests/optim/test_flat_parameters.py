@@ -50,7 +50,7 @@ def require_flat(optimizer: ShardedOptimizer) -> None:
 
 def lie_flat() -> None:
     model = DistributedDataParallel(net(), bucket_cap_mb=3e-4)
-    optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
     memory: list[StorageWeakRef] = []
     for step in range(5):
         take_steps(model, optimizer, [step])
@@ -71,7 +71,7 @@ def test_parameters_of_a_bucket_lie_in_one_storage(ranks: Ranks) -> None:
 
 def freeze_one() -> None:
     model = DistributedDataParallel(net())
-    optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
     frozen, *others = model.parameters()
     for step in range(6):
         frozen.requires_grad_(step < 2)
@@ -190,7 +190,7 @@ def test_what_others_refer_to_is_not_moved() -> None:
 
 def use_an_old_graph() -> None:
     model = DistributedDataParallel(net())
-    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     take_steps(model, optimizer, [0])
     take_steps(model, optimizer, [1])
     kept = model.module(batch(0, 0)).square().mean()
@@ -207,7 +207,7 @@ def test_autograd_sees_that_they_have_changed(ranks: Ranks) -> None:
 
 def change_in_a_fork() -> list[torch.Tensor]:
     model = DistributedDataParallel(net())
-    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     take_steps(model, optimizer, [0])
     before = parameters_of(model)
     child = os.fork()
@@ -244,7 +244,7 @@ class Slow(torch.optim.SGD):
 
 def read_in_the_middle() -> None:
     model = DistributedDataParallel(net())
-    optimizer = ShardedOptimizer(Slow, model, lr=0.1)
+    optimizer = ShardedOptimizer(Slow(model.parameters(), lr=0.1), model)
     take_steps(model, optimizer, [0])
     weight = next(model.parameters())
     seen: list[torch.Tensor] = []

@@ -29,7 +29,7 @@ def train(kind: str, dtype: torch.dtype, *, scaled: bool) -> tuple[list[torch.Te
     model = DistributedDataParallel(make_model(dtype), bucket_cap_mb=0.02, **wide)
     optimizer: torch.optim.Optimizer
     if kind == "sharded":
-        optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2, foreach=True)
+        optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True), model)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
     scaler = torch.amp.GradScaler("cuda", enabled=scaled)

@@ -706,7 +706,7 @@ def wrong_models() -> Iterator[tuple[str, Callable[[], tuple[Any, Any]], str]]:
 
     def sharded() -> tuple[Any, Any]:
         model = gradsync.DistributedDataParallel(make_model())
-        return model, gradsync.ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+        return model, gradsync.ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
     def frozen() -> nn.Module:
         return make_model().requires_grad_(False)

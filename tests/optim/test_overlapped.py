@@ -103,7 +103,7 @@ def train(kind: str, make: Make, steps: int, bucket_cap_mb: Any = TINY) -> tuple
     rank, model = choose_communicator().rank, wrapped(bucket_cap_mb)
     optimizers = make(model)
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps) for optimizer in optimizers]
-    optimizer: Any = Several(optimizers) if kind == "plain" else OverlappedOptimizer(model, *optimizers)
+    optimizer: Any = Several(optimizers) if kind == "plain" else OverlappedOptimizer(optimizers, model)
     for step in range(steps):
         for micro in model.accumulate(range(3)):
             model(batch(rank, step, micro)).square().mean().backward()
@@ -139,7 +139,7 @@ def test_it_trains_to_the_parameters_of_plain_optimizers(ranks: Ranks, make: Mak
 
 def wait_for_means() -> None:
     model = wrapped()
-    optimizer = OverlappedOptimizer(model, *both(model))
+    optimizer = OverlappedOptimizer(both(model), model)
     take_steps(model, optimizer, range(4))
     assert all(type(p) is AwaitedParameter for p in model.parameters())
     first = next(model.parameters())
@@ -172,7 +172,7 @@ def with_unused(kind: str) -> list[torch.Tensor]:
     model = DistributedDataParallel(Model(), bucket_cap_mb=TINY)
     # The last layer has an optimizer of its own, which counts steps in which it has nothing to do.
     optimizers = [Lamb(module[:2].parameters()), Lamb(module[2].parameters())]
-    optimizer: Any = Several(optimizers) if kind == "plain" else OverlappedOptimizer(model, *optimizers)
+    optimizer: Any = Several(optimizers) if kind == "plain" else OverlappedOptimizer(optimizers, model)
     for step in range(6):
         model(batch(rank, step), third=step % 2 == 0).square().mean().backward()
         weight = model.module.layers[0].weight
@@ -192,7 +192,7 @@ def test_unused_parameters_and_replaced_gradients_are_as_ever(ranks: Ranks) -> N
 def trained_and_saved(steps: int, state: dict[str, Any] | None, kind: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
     model = wrapped()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
-    optimizer: Any = optimizers[0] if kind == "plain" else OverlappedOptimizer(model, *optimizers)
+    optimizer: Any = optimizers[0] if kind == "plain" else OverlappedOptimizer(optimizers, model)
     first = 0
     if state is not None:
         # Ranks that are threads would update one tensor.
@@ -220,7 +220,7 @@ def test_states_are_those_of_a_plain_optimizer(ranks: Ranks, writer: str, reader
 def test_states_of_several_optimizers_are_loaded_one_after_the_other() -> None:
     def work() -> None:
         model, twin = wrapped(), wrapped()
-        optimizer, other = OverlappedOptimizer(model, *both(model)), OverlappedOptimizer(twin, *both(twin))
+        optimizer, other = OverlappedOptimizer(both(model), model), OverlappedOptimizer(both(twin), twin)
         rank = choose_communicator().rank
         for step in range(8):
             train_step(model, optimizer, batch(rank, step))
@@ -255,7 +255,7 @@ class Fragile(Lamb):
 
 def raise_in_an_update() -> tuple[list[str], int]:
     rank, model = choose_communicator().rank, wrapped()
-    optimizer = OverlappedOptimizer(model, Fragile(model.parameters()))
+    optimizer = OverlappedOptimizer(Fragile(model.parameters()), model)
     told = []
     for step in range(3):
         if step == 2:
@@ -286,14 +286,17 @@ def test_an_optimizer_that_raises_is_not_run_again_and_all_ranks_hear_of_it() ->
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda model: OverlappedOptimizer(model), "at least one optimizer"),
-        (lambda model: OverlappedOptimizer(model, torch.optim.LBFGS(model.parameters())), "closure several times"),
-        (lambda model: OverlappedOptimizer(model, net()), "got Sequential"),
-        (lambda model: OverlappedOptimizer(model, Undeclared(model.parameters())), "Undeclared.parameter_wise = True"),
-        (lambda model: OverlappedOptimizer(model, *both(model), mode="later"), "got 'later'"),
-        (lambda model: ShardedOptimizer(torch.optim.SGD, model, lr=0.1, mode="often"), "got 'often'"),
-        (lambda model: OverlappedOptimizer(model, torch.optim.SGD(net().parameters())), "does not belong"),
-        (lambda model: OverlappedOptimizer(net(), *both(model)), "gradients gradsync averages"),
+        (lambda model: OverlappedOptimizer([], model), "at least one optimizer"),
+        (lambda model: OverlappedOptimizer(torch.optim.LBFGS(model.parameters()), model), "closure several times"),
+        (lambda model: OverlappedOptimizer(net(), model), "got Sequential"),
+        (lambda model: OverlappedOptimizer(Undeclared(model.parameters()), model), "Undeclared.parameter_wise = True"),
+        (lambda model: OverlappedOptimizer(both(model), model, mode="later"), "got 'later'"),
+        (
+            lambda model: ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, mode="often"),
+            "got 'often'",
+        ),
+        (lambda model: OverlappedOptimizer(torch.optim.SGD(net().parameters()), model), "does not belong"),
+        (lambda model: OverlappedOptimizer(both(model), net()), "gradients gradsync averages"),
     ],
     ids=["none", "lbfgs", "module", "undeclared", "mode", "mode-sharded", "foreign", "unwrapped"],
 )
@@ -302,11 +305,11 @@ def test_what_cannot_be_honoured_is_refused_and_nothing_is_left(wrong: Callable[
         model = wrapped()
         with pytest.raises(ConfigurationError, match=words):
             wrong(model)
-        first = OverlappedOptimizer(model, *both(model))
+        first = OverlappedOptimizer(both(model), model)
         with pytest.raises(ConfigurationError, match="another sharded optimizer"):
-            OverlappedOptimizer(model, *both(model))
-        with pytest.raises(ConfigurationError, match="lives in the buckets already"):
-            OverlappedOptimizer(model, first)
+            OverlappedOptimizer(both(model), model)
+        with pytest.raises(ConfigurationError, match="works in the buckets already"):
+            OverlappedOptimizer(first, model)
         first.close()
         with pytest.raises(MisuseError, match="was closed"):
             first.step()
@@ -322,7 +325,7 @@ def test_the_originals_refuse_until_they_have_their_state_back(mode: Any) -> Non
     def work() -> None:
         model = wrapped()
         original = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        optimizer = OverlappedOptimizer(model, original, mode=mode)
+        optimizer = OverlappedOptimizer(original, model, mode=mode)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10)
         for step in range(3):
             model(batch(choose_communicator().rank, step)).square().mean().backward()
@@ -348,7 +351,7 @@ def test_added_groups_keep_their_state_when_it_closes(mode: Any) -> None:
         rank, model = choose_communicator().rank, wrapped()
         parameters = list(model.parameters())
         originals = [torch.optim.SGD(parameters[:2], lr=0.1, momentum=0.9), torch.optim.AdamW(parameters[2:-2])]
-        optimizer = OverlappedOptimizer(model, *originals, mode=mode)
+        optimizer = OverlappedOptimizer(originals, model, mode=mode)
         for step in range(4):
             train_step(model, optimizer, batch(rank, step))
             if step == 1:
@@ -382,7 +385,7 @@ def test_an_interrupted_close_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> None:
         model = wrapped()
         original = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = OverlappedOptimizer(model, original)
+        optimizer = OverlappedOptimizer(original, model)
         model(batch(choose_communicator().rank, 0)).square().mean().backward()
         optimizer.step()
         model.zero_grad()
@@ -413,7 +416,7 @@ def test_the_state_may_be_asked_for_while_a_group_is_added(monkeypatch: pytest.M
     def work() -> None:
         rank, model = choose_communicator().rank, wrapped()
         parameters = list(model.parameters())
-        optimizer = OverlappedOptimizer(model, torch.optim.SGD(parameters[:-2], lr=0.1, momentum=0.9))
+        optimizer = OverlappedOptimizer(torch.optim.SGD(parameters[:-2], lr=0.1, momentum=0.9), model)
         model(batch(rank, 0)).square().mean().backward()
         optimizer.step()
         model.zero_grad()
@@ -429,7 +432,7 @@ def step_as_one_likes(kind: str, mode: Any) -> list[torch.Tensor]:
     rank, model = choose_communicator().rank, wrapped()
     given = list(model.parameters())[:-1]
     plain = torch.optim.AdamW(given, lr=1e-2)
-    optimizer: Any = plain if kind == "plain" else OverlappedOptimizer(model, plain, mode=mode)
+    optimizer: Any = plain if kind == "plain" else OverlappedOptimizer(plain, model, mode=mode)
     for step in range(6):
         model(batch(rank, step)).square().mean().backward()
         optimizer.step()
@@ -455,7 +458,7 @@ def test_who_raises_before_anything_is_sent_tells_the_others(kind: str) -> None:
         module = nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 2)).double()
         model = DistributedDataParallel(filled(module))
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer: Any = ShardedOptimizer.of(plain, model) if kind == "sharded" else OverlappedOptimizer(model, plain)
+        optimizer: Any = ShardedOptimizer(plain, model) if kind == "sharded" else OverlappedOptimizer(plain, model)
 
         def stumble(*_: Any) -> None:
             if rank == 1:
@@ -501,9 +504,9 @@ def choose(kind: str, clock: Clock | None, steps: int, state: Any = None) -> dic
     if kind == "plain":
         optimizer: Any = torch.optim.AdamW(model.parameters(), **options)
     elif kind == "overlapped":
-        optimizer = OverlappedOptimizer(model, torch.optim.AdamW(model.parameters(), **options), mode="auto")
+        optimizer = OverlappedOptimizer(torch.optim.AdamW(model.parameters(), **options), model, mode="auto")
     else:
-        optimizer = ShardedOptimizer(torch.optim.AdamW, model, mode="auto", **options)
+        optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), **options), model, mode="auto")
     if clock is not None:
         clock = copy.deepcopy(clock)
         clock.optimizer = optimizer
@@ -563,7 +566,7 @@ def test_auto_says_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
 def test_plain_steps_have_whole_means_and_whole_states() -> None:
     def work() -> None:
         model = wrapped()
-        optimizer = ShardedOptimizer(torch.optim.AdamW, model, mode="plain", lr=1e-2)
+        optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model, mode="plain")
         model(batch(choose_communicator().rank, 0)).square().mean().backward()
         assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
         optimizer.step()
@@ -584,7 +587,7 @@ def narrow(kind: str, state: Any, steps: int) -> tuple[list[torch.Tensor], Any]:
     mode: Any = "plain" if kind == "unshared" else "next-forward"
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if kind != "plain":
-        optimizer = ShardedOptimizer.of(optimizer, model, mode)
+        optimizer = ShardedOptimizer(optimizer, model, mode=mode)
     if state is not None:
         optimizer.load_state_dict(state)
     for step in range(steps):
@@ -612,7 +615,7 @@ def sparse_with_momentum(kind: str) -> tuple[list[torch.Tensor], Any]:
     model = DistributedDataParallel(filled(nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 2)).double()))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if kind == "sharded":
-        optimizer = ShardedOptimizer.of(optimizer, model)
+        optimizer = ShardedOptimizer(optimizer, model)
     for step in range(3):
         model(torch.tensor([[rank, (step + 2) % 5]])).square().sum().backward()
         optimizer.step()
@@ -634,7 +637,7 @@ def skip_some(kind: str, on_bad_step: Any) -> list[torch.Tensor]:
     rank = choose_communicator().rank
     model = DistributedDataParallel(net(), bucket_cap_mb=TINY, on_bad_step=on_bad_step)
     optimizers = both(model)
-    optimizer: Any = Several(optimizers) if kind == "plain" else OverlappedOptimizer(model, *optimizers)
+    optimizer: Any = Several(optimizers) if kind == "plain" else OverlappedOptimizer(optimizers, model)
     for step in range(8):
         if step == 3 and rank == 1:
             model.abstain("nothing to learn")

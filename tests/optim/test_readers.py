@@ -70,7 +70,7 @@ def optimizer_of(kind: str, model: nn.Module) -> Any:
     plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if kind == "plain":
         return plain
-    return ShardedOptimizer.of(plain, model) if kind == "sharded" else OverlappedOptimizer(model, plain)
+    return ShardedOptimizer(plain, model) if kind == "sharded" else OverlappedOptimizer(plain, model)
 
 
 def train(kind: str, steps: int) -> list[list[torch.Tensor]]:
@@ -149,7 +149,7 @@ class Crowded(torch.optim.SGD):
 
 def read_two_buckets_at_once() -> tuple[int, list[torch.Tensor]]:
     rank, model = choose_communicator().rank, wrapped()
-    optimizer = OverlappedOptimizer(model, Crowded(model.parameters(), lr=0.05, momentum=0.9))
+    optimizer = OverlappedOptimizer(Crowded(model.parameters(), lr=0.05, momentum=0.9), model)
     model(batch(rank, 0, width=9)).square().mean().backward()
     optimizer.step()
     first, *_, last = model.module.layers.parameters()
@@ -545,7 +545,7 @@ kind, READS = sys.argv[1], sys.argv[2] == "read"
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(64, 64))
 plain = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = ShardedOptimizer.of(plain, model) if kind == "sharded" else OverlappedOptimizer(model, plain)
+optimizer = ShardedOptimizer(plain, model) if kind == "sharded" else OverlappedOptimizer(plain, model)
 before = model.module.weight.sum().item()
 model(torch.ones(2, 64)).square().sum().backward()
 optimizer.step()
@@ -590,8 +590,8 @@ def train_and_forget(kind: str, mode: Any) -> list[bool]:
     def work() -> list[Any]:
         model = wrapped()
         plain = torch.optim.SGD(model.parameters(), lr=0.05)
-        made: Any = ShardedOptimizer.of(plain, model, mode) if kind == "sharded" else None
-        optimizer = made or OverlappedOptimizer(model, plain, mode=mode)
+        made: Any = ShardedOptimizer(plain, model, mode=mode) if kind == "sharded" else None
+        optimizer = made or OverlappedOptimizer(plain, model, mode=mode)
         train_step(model, optimizer, batch(rank, 0, width=9))
         optimizer.flush()
         return [weakref.ref(each) for each in (model.synchronizer.engine, optimizer, next(model.parameters()))]
@@ -626,7 +626,7 @@ def leave_memory() -> list[list[bool]]:
     """Of the memory in which parameters were made, whether each is there still: before a step, after it, and later."""
     layers = filled(Layers().double())
     model = DistributedDataParallel(layers, bucket_cap_mb=TINY)
-    optimizer = ShardedOptimizer(torch.optim.SGD, model, list(layers.layers.parameters()), lr=0.1)
+    optimizer = ShardedOptimizer(torch.optim.SGD(list(layers.layers.parameters()), lr=0.1), model)
     memory = [StorageWeakRef(parameter.untyped_storage()) for parameter in layers.layers.parameters()]
     found = []
     for step in range(3):

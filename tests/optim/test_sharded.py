@@ -288,7 +288,7 @@ def test_a_state_goes_on_in_the_other_kind_and_on_other_ranks(
 
 def save_too_early() -> str:
     model = DistributedDataParallel(net())
-    optimizer = ShardedOptimizer(torch.optim.AdamW, model)
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters()), model)
     optimizer.consolidate()
     optimizer.state_dict()
     model(batch(0, 0)).sum().backward()
@@ -304,7 +304,7 @@ def test_a_state_that_was_not_brought_together_is_refused() -> None:
 
 def measure_state() -> tuple[int, int]:
     model = DistributedDataParallel(filled(nn.Linear(64, 64)), bucket_cap_mb=TINY)
-    optimizer = ShardedOptimizer(torch.optim.AdamW, model)
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters()), model)
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     kept = sum(
@@ -347,7 +347,7 @@ def lay_buckets_anew() -> list[int]:
     communicator.allocate = watched  # type: ignore[method-assign]
     layers = filled(Backwards(*(nn.Linear(9, 9) for _ in range(6))).double())
     model = DistributedDataParallel(layers, bucket_cap_mb=TINY, communicator=communicator)
-    optimizer = ShardedOptimizer(torch.optim.AdamW, model, lr=1e-2)
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
     take_steps(model, optimizer, range(4), width=9)
     return alive
 
@@ -388,25 +388,26 @@ class Norming(torch.optim.SGD):
 
 def hooked(model: DistributedDataParallel) -> ShardedOptimizer:
     model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
-    return ShardedOptimizer(torch.optim.SGD, model)
+    return ShardedOptimizer(torch.optim.SGD(model.parameters()), model)
 
 
 @pytest.mark.parametrize(
     ("wrong", "words", "goes_on"),
     [
-        (lambda model: ShardedOptimizer(torch.optim.LBFGS, model), "element_wise = True", True),
-        (lambda model: ShardedOptimizer(torch.optim.Adafactor, model), "element_wise = True", True),
-        (lambda model: ShardedOptimizer(Norming, model), "element_wise = True", True),
+        (lambda model: ShardedOptimizer(torch.optim.LBFGS(model.parameters()), model), "element_wise = True", True),
+        (lambda model: ShardedOptimizer(torch.optim.Adafactor(model.parameters()), model), "element_wise = True", True),
+        (lambda model: ShardedOptimizer(Norming(model.parameters()), model), "element_wise = True", True),
+        (lambda model: ShardedOptimizer(torch.optim.SGD, model), "got the class SGD as the optimizer", True),  # type: ignore[arg-type]
         (
-            lambda model: ShardedOptimizer(torch.optim.SGD(model.parameters()), model),  # type: ignore[arg-type]
-            "the class of an optimizer",
+            lambda model: ShardedOptimizer(model, torch.optim.SGD(model.parameters())),  # type: ignore[arg-type]
+            "got DistributedDataParallel as the optimizer",
             True,
         ),
-        (lambda model: ShardedOptimizer(torch.optim.SGD, model, list(net().parameters())), "does not belong to", True),
-        (lambda _: ShardedOptimizer(torch.optim.SGD, net()), "DistributedDataParallel", True),  # type: ignore[arg-type]
+        (lambda model: ShardedOptimizer(torch.optim.SGD(list(net().parameters())), model), "does not belong to", True),
+        (lambda _: ShardedOptimizer(torch.optim.SGD(net().parameters()), net()), "DistributedDataParallel", True),  # type: ignore[arg-type]
         (hooked, "sends something else", False),
     ],
-    ids=["LBFGS", "Adafactor", "undeclared", "an optimizer", "foreign parameters", "not wrapped", "hook"],
+    ids=["LBFGS", "Adafactor", "undeclared", "a class", "other way round", "foreign parameters", "not wrapped", "hook"],
 )
 def test_what_cannot_be_sharded_is_refused(wrong: Callable[[Any], Any], words: str, goes_on: bool) -> None:
     def work() -> None:
@@ -424,9 +425,9 @@ def test_what_cannot_be_sharded_is_refused(wrong: Callable[[Any], Any], words: s
 def test_a_second_one_over_the_same_model_is_refused() -> None:
     def work() -> None:
         model = DistributedDataParallel(net())
-        optimizer = ShardedOptimizer(torch.optim.SGD, model)
+        optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters()), model)
         with pytest.raises(ConfigurationError, match="another sharded optimizer"):
-            ShardedOptimizer(torch.optim.SGD, model)
+            ShardedOptimizer(torch.optim.SGD(model.parameters()), model)
         model(batch(0, 0)).sum().backward()
         optimizer.step()
 
@@ -466,7 +467,7 @@ def test_alone_one_may_be_closed_too() -> None:
 
 def use_after_closing() -> None:
     model = DistributedDataParallel(net())
-    optimizer = ShardedOptimizer(torch.optim.SGD, model)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters()), model)
     model(batch(0, 0)).sum().backward()
     with pytest.raises(MisuseError, match="Call step\\(\\) and zero_grad\\(\\) before close\\(\\)"):
         optimizer.close()
@@ -486,7 +487,7 @@ def test_one_with_gradients_is_not_closed_and_a_closed_one_is_not_used() -> None
 
 def look_at_gradients() -> None:
     model = DistributedDataParallel(net())
-    optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     model(batch(0, 0)).sum().backward()
     gradient = next(model.parameters()).grad
     assert gradient is not None
@@ -525,7 +526,7 @@ def step_on_zeros(kind: str) -> list[torch.Tensor]:
 def test_misuse_is_refused(misuse: str) -> None:
     def work() -> None:
         model = DistributedDataParallel(net())
-        optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+        optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         model(batch(0, 0)).sum().backward()
         if misuse == "step twice":
             optimizer.step()
@@ -563,7 +564,7 @@ def test_gradients_are_not_touched_after_the_step(how: str) -> None:
 
     def work() -> list[torch.Tensor]:
         model = DistributedDataParallel(net())
-        optimizer = ShardedOptimizer(torch.optim.SGD, model, lr=0.1)
+        optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         model(batch(0, 0)).sum().backward()
         optimizer.step()
         with pytest.raises(MisuseError, match="before the step"):
@@ -633,7 +634,7 @@ def test_a_state_that_is_loaded_takes_the_place_of_all(world_size: int, frozen: 
 
 def load_another_shape() -> None:
     model = DistributedDataParallel(net())
-    optimizer = ShardedOptimizer(torch.optim.AdamW, model)
+    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters()), model)
     model(batch(0, 0)).sum().backward()
     optimizer.step()
     optimizer.consolidate()
@@ -679,7 +680,7 @@ class Sensitive(torch.optim.SGD):
 def raise_in_a_share() -> str:
     wire = choose_communicator()
     model = DistributedDataParallel(filled(nn.Linear(8, 8).double()), communicator=wire)
-    optimizer = ShardedOptimizer(Sensitive, model, lr=0.1)
+    optimizer = ShardedOptimizer(Sensitive(model.parameters(), lr=0.1), model)
     x = torch.ones(1, 8, dtype=torch.float64)
     (model(x) * torch.tensor([float("nan"), *[1.0] * 7])).sum().backward()
     try:
@@ -722,3 +723,15 @@ def test_a_training_in_threads_ends_as_with_a_plain_optimizer(train: Callable[..
 
 def test_it_has_the_public_name() -> None:
     assert gradsync.ShardedOptimizer is ShardedOptimizer
+
+
+@pytest.mark.parametrize("name", ["step", "state_dict"])
+def test_the_original_is_refused_since_its_state_is_in_the_sharded_one(name: str) -> None:
+    def work() -> None:
+        model = DistributedDataParallel(net())
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        ShardedOptimizer(plain, model)
+        with pytest.raises(MisuseError, match="this SGD was given to a sharded or overlapped optimizer"):
+            getattr(plain, name)()
+
+    ThreadRanks(2).run(work)

@@ -45,7 +45,7 @@ def train(name: str, steps: range, *, save: Path | None = None, load: Path | Non
     """Every rank has the whole batch: the number of ranks changes nothing."""
     optimizer_class, options = OPTIMIZERS[name]
     model = DistributedDataParallel(net(), bucket_cap_mb=cap)
-    optimizer = ShardedOptimizer(optimizer_class, model, groups_of(model), **options)
+    optimizer = ShardedOptimizer(optimizer_class(groups_of(model), **options), model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     if load is not None:
         state = {"model": model.module.state_dict()}
@@ -92,7 +92,9 @@ def refuse(folder: Path) -> list[str]:
     larger = torch.nn.Sequential(torch.nn.Linear(8, 9), torch.nn.Tanh(), torch.nn.Linear(9, 11)).double()
     for module, name, groups in ((net(), "adam", True), (larger, "optimizer", True), (net(), "optimizer", False)):
         model = DistributedDataParallel(module)
-        optimizer = ShardedOptimizer(torch.optim.AdamW, model, groups_of(model) if groups else None, lr=1e-2)
+        optimizer = ShardedOptimizer(
+            torch.optim.AdamW(groups_of(model) if groups else model.parameters(), lr=1e-2), model
+        )
         try:
             # What one rank cannot read, none does.
             optimizer.load_sharded(folder if groups or choose_communicator().rank else folder / "nowhere", name)

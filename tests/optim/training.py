@@ -47,9 +47,8 @@ def batch(rank: int, step: int, micro: int = 0, width: int = 7) -> torch.Tensor:
 
 
 def make(kind: str, optimizer_class: Any, model: DistributedDataParallel, params: Any = None, **options: Any) -> Any:
-    if kind == "sharded":
-        return ShardedOptimizer(optimizer_class, model, params, **options)
-    return optimizer_class(list(model.parameters()) if params is None else params, **options)
+    optimizer = optimizer_class(list(model.parameters()) if params is None else params, **options)
+    return ShardedOptimizer(optimizer, model) if kind == "sharded" else optimizer
 
 
 def parameters_of(model: nn.Module) -> list[torch.Tensor]:

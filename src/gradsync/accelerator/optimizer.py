@@ -52,8 +52,8 @@ class Overlapping:
                 "Prepare model and optimizer together, and give every model its own optimizer"
             )
         if self.shards:
-            return ShardedOptimizer.of(optimizer, owners[0], mode)
-        return OverlappedOptimizer(owners[0], optimizer, mode=mode)
+            return ShardedOptimizer(optimizer, owners[0], mode=mode)
+        return OverlappedOptimizer(optimizer, owners[0], mode=mode)
 
 
 def _inner(name: str, *default: Any) -> Any:

@@ -223,8 +223,8 @@ def _slow_link(timeline: MergedRecording, split: Split, link: BucketCost, after:
         if not any(step.gathers for merged in timeline.steps for step in merged.ranks):
             yield replace(
                 base,
-                change=f"ShardedOptimizer(torch.optim.{header.optimizer or 'AdamW'}, model, …): new parameters cross "
-                "the link behind the next forward (same results)",
+                change="ShardedOptimizer(optimizer, model): new parameters are gathered behind the next forward "
+                "(same results)",
                 after=after(replay.next_forward),
                 free=True,
             )

@@ -96,7 +96,7 @@ def _advice(
     found = []
     if setting.overlap != "next-forward" and setting.reduction == "mean":
         better = judge(calibration, replace(setting, overlap="next-forward"))
-        line = 'optimizer = ShardedOptimizer.of(optimizer, model, mode="next-forward")'
+        line = 'optimizer = ShardedOptimizer(optimizer, model, mode="next-forward")'
         found.append(("send new parameters behind the next forward", line, better))
     for name in REDUCTIONS:
         if name != setting.reduction and setting.overlap != "next-forward":

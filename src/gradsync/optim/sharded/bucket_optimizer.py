@@ -9,13 +9,14 @@ import itertools
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, get_args, overload
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Handle, scattering_over
@@ -30,7 +31,7 @@ from gradsync.optim.sharded.share import is_narrow
 from gradsync.optim.sharded.states import indexed
 from gradsync.parallel.accumulation import Accumulation
 
-__all__ = ["BucketOptimizer", "Options", "synchronizer_in"]
+__all__ = ["BucketOptimizer", "Options", "refuse_original", "require_optimizer"]
 
 # One entry per parameter group.
 Options = list[dict[str, Any]]
@@ -52,12 +53,13 @@ class BucketOptimizer(torch.optim.Optimizer):
         if mode not in get_args(Mode):
             raise ConfigurationError(f"mode must be one of {', '.join(get_args(Mode))}, got {mode!r}")
         self.mode = mode
-        self._synchronizer = synchronizer_in(model)
+        self._synchronizer = _synchronizer_in(model)
         super().__init__(groups, defaults)
         self._check_parameters(self.param_groups)
         self._steps = 0
-        # The optimizers that this one replaces, and that other objects may still hold.
+        # The optimizers that this one replaces, and that other objects may still hold; and what guards them.
         self._stands_for: list[torch.optim.Optimizer] = []
+        self._refusals: list[RemovableHandle] = []
         self._plain_caps: BucketCaps | None = None
         device = self._synchronizer.parameters[0].device
         self._scatter_communicator = scattering_over(self._synchronizer.communicator, device)
@@ -65,6 +67,14 @@ class BucketOptimizer(torch.optim.Optimizer):
         self._move_in()
         await_before_forward(model.replica.module)
         self._is_ready = True
+
+    def _retire(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Guard the originals, whose state is here now: steps on them would be lost, and saving them save nothing."""
+        for optimizer in optimizers:
+            self._stands_for.append(optimizer)
+            self._refusals.append(optimizer.register_step_pre_hook(refuse_original))
+            self._refusals.append(optimizer.register_state_dict_pre_hook(refuse_original))
+            self._refusals.append(optimizer.register_load_state_dict_pre_hook(refuse_original))
 
     # -- what the subclasses do ------------------------------------------------------------------------------------
 
@@ -105,8 +115,8 @@ class BucketOptimizer(torch.optim.Optimizer):
         synchronizer = self._synchronizer
         if synchronizer.bucket_client is not None:
             raise ConfigurationError(
-                "another sharded optimizer has this model's parameters. One optimizer takes several parameter groups: "
-                "pass them as params; or close() the other one"
+                "another sharded optimizer has this model's parameters. Give all parameter groups to one optimizer, or "
+                "close() the other one"
             )
         narrow = any(is_narrow(p, bucket) for bucket in synchronizer.buckets for p in bucket.parameters)
         self._reduction_before = synchronizer.reduction
@@ -319,7 +329,28 @@ def _drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
     torch._C._disabled_torch_function_impl(deque, (), (setting, 0), {})
 
 
-def synchronizer_in(model: Any) -> Synchronizer:
+def refuse_original(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise MisuseError(
+        f"this {type(optimizer).__name__} was given to a sharded or overlapped optimizer, which has its state. Step, "
+        "save and load that one instead"
+    )
+
+
+def require_optimizer(optimizer: Any, taker: str) -> None:
+    """Raise unless ``optimizer``, the first argument of the class ``taker``, is a plain optimizer."""
+    if isinstance(optimizer, BucketOptimizer):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} works in the buckets already. {taker} takes plain optimizers"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        got = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise ConfigurationError(
+            f"{taker} takes an optimizer of the model's parameters, and the model, got {got} as the optimizer. Write "
+            f"{taker}(torch.optim.AdamW(model.parameters()), model)"
+        )
+
+
+def _synchronizer_in(model: Any) -> Synchronizer:
     """The synchronizer of a model that was wrapped, or of an attachment."""
     synchronizer = getattr(model, "synchronizer", None)
     if not isinstance(synchronizer, Synchronizer):

@@ -14,10 +14,10 @@ between backward and step, the optimizer's work is divided by the number of rank
 """
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from gradsync.communicator import Handle, HierarchicalCommunicator, SharedMemory
 from gradsync.communicator.agreement import make_together
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.precise import NARROW, restore_gradients
-from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, synchronizer_in
+from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, require_optimizer
 from gradsync.optim.sharded.gather import Gather
 from gradsync.optim.sharded.mode import Mode
 from gradsync.optim.sharded.segments import Segments
@@ -50,32 +50,23 @@ __all__ = ["ShardedOptimizer"]
 
 
 class ShardedOptimizer(BucketOptimizer):
-    """An optimizer of ``optimizer_class`` that is sharded over the ranks of ``model``.
+    """``optimizer``, sharded over the ranks of ``model``: with its groups, options and state.
 
-    ``params`` are parameters or parameter groups of the model, by default all that are trained; everything else is
-    passed on to the optimizer. It must be element-wise: torch's SGD, Adam, AdamW, Adagrad and similar ones are. A class
-    of your own declares it with an attribute ``element_wise = True``.
+    The groups are the same objects: a scheduler that was created with the original also drives this one. The optimizer
+    must be element-wise: torch's SGD, Adam, AdamW, Adagrad and similar ones are. A class of your own declares it with
+    an attribute ``element_wise = True``.
 
     After :meth:`step` new parameters are still being gathered. Whatever reads one waits for it; :meth:`flush` waits for
     all. With ``mode="auto"`` this is tried against plain steps, and the faster of the two is kept: see
     :mod:`gradsync.optim.sharded.mode`. Where steps are plain, every rank has the whole state.
     """
 
-    def __init__(
-        self,
-        optimizer_class: type[torch.optim.Optimizer],
-        model: Accumulation,
-        params: Iterable[Any] | None = None,
-        *,
-        mode: Mode = "next-forward",
-        **options: Any,
-    ) -> None:
-        _require_element_wise(optimizer_class, options)
-        self._class, self._options = optimizer_class, options
-        trained = (parameter for parameter in synchronizer_in(model).parameters if parameter.requires_grad)
-        given = list(trained if params is None else params)
+    def __init__(self, optimizer: torch.optim.Optimizer, model: Accumulation, *, mode: Mode = "next-forward") -> None:
+        _require_element_wise(optimizer)
+        self._class, accepted = type(optimizer), inspect.signature(type(optimizer)).parameters
+        self._options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
         # Defines what the groups of this class look like, and updates what has no place in a bucket.
-        self._outside = optimizer_class(given, **options)
+        self._outside = self._class([dict(group) for group in optimizer.param_groups], **self._options)
         groups = [{**group, "params": list(group["params"])} for group in self._outside.param_groups]
         # The state in the form of a plain optimizer's, and when it was consolidated.
         self._consolidated: dict[int, dict[str, Any]] | None = None
@@ -83,23 +74,12 @@ class ShardedOptimizer(BucketOptimizer):
         # None while steps are plain.
         self._segments: Segments | None = None
         super().__init__(model, groups, self._outside.defaults, mode)
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, model: Accumulation, mode: Mode = "next-forward") -> Self:
-        """An optimizer like ``optimizer``, with its groups, options and state, sharded over the ranks of ``model``.
-
-        The groups are the same objects: a scheduler that was created with the original also drives this one.
-        """
-        state, accepted = optimizer.state_dict(), inspect.signature(type(optimizer)).parameters
-        options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-        made = cls(type(optimizer), model, [dict(group) for group in optimizer.param_groups], mode=mode, **options)
-        if state["state"]:
-            made.load_state_dict(state)
-        for group, original in zip(made.param_groups, optimizer.param_groups, strict=True):
+        if optimizer.state:
+            self.load_state_dict(optimizer.state_dict())
+        for group, original in zip(self.param_groups, optimizer.param_groups, strict=True):
             original.update(group)
-        made.param_groups = optimizer.param_groups
-        made._stands_for.append(optimizer)
-        return made
+        self.param_groups = optimizer.param_groups
+        self._retire([optimizer])
 
     # -- in the buckets of the engine ------------------------------------------------------------------------------
 
@@ -369,22 +349,18 @@ _WHY_NOT = {
 }
 
 
-def _require_element_wise(optimizer_class: Any, settings: dict[str, Any]) -> None:
+def _require_element_wise(optimizer: Any) -> None:
     """Raise unless parts of a flattened parameter may be updated separately."""
-    if not inspect.isclass(optimizer_class) or not issubclass(optimizer_class, torch.optim.Optimizer):
+    require_optimizer(optimizer, "ShardedOptimizer")
+    kind = type(optimizer)
+    declared = getattr(kind, "element_wise", None)
+    if declared is False or (declared is None and kind not in _ELEMENT_WISE):
+        reason = _WHY_NOT.get(kind.__name__) if kind.__module__.startswith("torch.optim") else None
         raise ConfigurationError(
-            f"ShardedOptimizer needs the class of an optimizer, such as torch.optim.AdamW, got {optimizer_class!r}. "
-            "It makes the optimizer itself, over the shares"
-        )
-    name = optimizer_class.__name__
-    declared = getattr(optimizer_class, "element_wise", None)
-    if declared is False or (declared is None and optimizer_class not in _ELEMENT_WISE):
-        reason = _WHY_NOT.get(name) if optimizer_class.__module__.startswith("torch.optim") else None
-        raise ConfigurationError(
-            f"{name} is not known to update each element by itself"
+            f"{kind.__name__} is not known to update each element by itself"
             + (f": {reason}" if reason else "")
             + ", so parameters cannot be shared out in flat pieces. If it does, say so with a class attribute "
             "element_wise = True; if it does not, use it as a plain optimizer"
         )
-    if settings.get("differentiable"):
+    if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigurationError("differentiable=True needs whole parameters, and a sharded optimizer has shares")

@@ -26,13 +26,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from gradsync.base.errors import ConfigurationError, MisuseError
+from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Handle
 from gradsync.core.bucket import Bucket
 from gradsync.core.reduction.shared_gradient import SharedGradient
-from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, Options
+from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, Options, refuse_original, require_optimizer
 from gradsync.optim.sharded.gather import Gather, error_for_later
 from gradsync.optim.sharded.mode import Mode
 from gradsync.optim.sharded.states import check_groups, indexed
@@ -116,12 +115,12 @@ class DeferredStep:
 
 
 class OverlappedOptimizer(BucketOptimizer):
-    """Combines ``optimizers`` of the parameters of ``model`` into one whose means arrive behind the next forward.
+    """``optimizer``, or a sequence of several as one, whose means arrive behind the next forward of ``model``.
 
     They are taken over with their groups, options and state. The groups are the same objects: a scheduler that was
     created with one of the optimizers still drives it. From then on step, save and load this one instead of them::
 
-        optimizer = OverlappedOptimizer(model, Muon(matrices), torch.optim.AdamW(others))
+        optimizer = OverlappedOptimizer([Muon(matrices), torch.optim.AdamW(others)], model)
 
     An optimizer must update each parameter by its own gradient alone. torch's optimizers do, except LBFGS; a class of
     your own declares it with an attribute ``parameter_wise = True``.
@@ -130,9 +129,16 @@ class OverlappedOptimizer(BucketOptimizer):
     that for all. With ``mode="auto"`` this is tried against plain steps, and the faster of the two is kept.
     """
 
-    def __init__(self, model: Accumulation, *optimizers: torch.optim.Optimizer, mode: Mode = "next-forward") -> None:
-        for optimizer in optimizers:
-            _require_parameter_wise(optimizer)
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        model: Accumulation,
+        *,
+        mode: Mode = "next-forward",
+    ) -> None:
+        optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+        for each in optimizers:
+            _require_parameter_wise(each)
         if not optimizers:
             raise ConfigurationError("OverlappedOptimizer needs at least one optimizer of the model, got none")
         self._originals = optimizers
@@ -146,14 +152,7 @@ class OverlappedOptimizer(BucketOptimizer):
         # Schedulers look at this.
         self.defaults = {key: value for optimizer in optimizers for key, value in optimizer.defaults.items()}
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._stands_for.extend(optimizers)
-        self._refusals = [handle for optimizer in optimizers for handle in self._retire(optimizer)]
-
-    def _retire(self, optimizer: torch.optim.Optimizer) -> Iterator[RemovableHandle]:
-        """Guard the original, whose state is here now: steps on it would be lost, and saving it would save nothing."""
-        yield optimizer.register_step_pre_hook(_refuse)
-        yield optimizer.register_state_dict_pre_hook(_refuse)
-        yield optimizer.register_load_state_dict_pre_hook(_refuse)
+        self._retire(optimizers)
 
     # -- in the buckets of the engine ------------------------------------------------------------------------------
 
@@ -169,7 +168,7 @@ class OverlappedOptimizer(BucketOptimizer):
         with self._aborting_on_error():
             for optimizer in self._originals:
                 for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-                    if hook is not _refuse:
+                    if hook is not refuse_original:
                         hook(optimizer, (), {})
         self._begin_step()
         for optimizer in self._originals:
@@ -324,14 +323,7 @@ class _Once:
 
 def _require_parameter_wise(optimizer: Any) -> None:
     """Raise unless parameters may be updated one after the other, in several calls of its step."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(
-            f"OverlappedOptimizer takes optimizers of the model's parameters, got {type(optimizer).__name__}"
-        )
-    if isinstance(optimizer, BucketOptimizer):
-        raise ConfigurationError(
-            f"{type(optimizer).__name__} lives in the buckets already. OverlappedOptimizer takes plain optimizers"
-        )
+    require_optimizer(optimizer, "OverlappedOptimizer")
     kind = type(optimizer)
     name = kind.__name__
     if kind is torch.optim.LBFGS:
@@ -347,13 +339,6 @@ def _require_parameter_wise(optimizer: Any) -> None:
             f"groups, say so with {name}.parameter_wise = True. If it looks at all gradients at once, to clip them by "
             "their norm for instance, or counts in an attribute, use it as a plain optimizer"
         )
-
-
-def _refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    raise MisuseError(
-        f"this {type(optimizer).__name__} was given to an OverlappedOptimizer, which has its state. Step, save and "
-        "load that one; after its close() this one goes on"
-    )
 
 
 def _on_shadows(optimizer: torch.optim.Optimizer, shadows: Mapping[int, ShadowParameter]) -> torch.optim.Optimizer:

@@ -150,9 +150,9 @@ class Gradsync(Peer):
             framed_backward=wrapper.backward,
         )
         if self.gathers is not None:
-            wrapped.optimizer = ShardedOptimizer.of(wrapped.optimizer, wrapper, self.gathers)
+            wrapped.optimizer = ShardedOptimizer(wrapped.optimizer(wrapper.parameters()), wrapper, mode=self.gathers)
         elif self.late_means:
-            wrapped.optimizer = OverlappedOptimizer(wrapper, wrapped.optimizer)
+            wrapped.optimizer = OverlappedOptimizer(wrapped.optimizer, wrapper)
         wrapped.flush = getattr(wrapped.optimizer, "flush", wrapped.flush)
         return wrapped
 
