@@ -111,7 +111,7 @@ class _Rank(Disturbed):
             return self.plain[0]
         if kind == "overlapped":
             return OverlappedOptimizer(self.plain, self.model)
-        return ShardedOptimizer(self.plain[0](self.model.parameters()), self.model)
+        return ShardedOptimizer(self.plain[0], self.model)
 
     # -- the program -----------------------------------------------------------------------------------------------
 
