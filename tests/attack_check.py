@@ -85,7 +85,7 @@ def _check_snapshot(
 ) -> list[str]:
     """It is the state after a step, each parameter at least; and has the bits that all ranks have after that step."""
     fits = [
-        {number for number, state in enumerate(states) if _is_close(values, state[index])}
+        {number for number, state in enumerate(states) if values is None or _is_close(values, state[index])}
         for index, values in enumerate(snapshot.values)
     ]
     lost = [index for index, numbers in enumerate(fits) if not numbers]
@@ -97,7 +97,7 @@ def _check_snapshot(
     wrong = []
     for index, (values, numbers) in enumerate(zip(snapshot.values, fits, strict=True)):
         first = min(numbers)
-        if any(not torch.equal(states[first][index], states[number][index]) for number in numbers):
+        if values is None or any(not torch.equal(states[first][index], states[number][index]) for number in numbers):
             # Steps that are closer to each other than rounding.
             continue
         kept, source = bits.setdefault((index, first), (values, snapshot.source))

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,10 +29,12 @@ EVALUATED = MicroBatch(layers=(0,), seed=0, weight=1, looked_at=False)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Parameters that somebody has read; ``whole`` if all of them must be those after one and the same step."""
+    """Parameters that somebody has read; ``whole`` if all of them must be those after one and the same step.
+
+    ``values`` are None of parameters about which nothing is promised."""
 
     source: str
-    values: list[torch.Tensor]
+    values: Sequence[torch.Tensor | None]
     whole: bool
 
 
@@ -77,9 +79,25 @@ class Disturbed:
         with torch.no_grad():
             return [parameter.clone() for parameter in self.paths.parameters()]
 
+    def values_between_steps(self) -> list[torch.Tensor | None]:
+        """Another thread's :meth:`values`, without those of operations that were running when a step began: these may
+        be part of that step (docs/sharded-optimizer.md)."""
+        return [self._value_between_steps(parameter) for parameter in self.paths.parameters()]
+
+    def _value_between_steps(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        # A parameter that is awaited was announced before: whatever reads it from then on waits.
+        is_awaited, steps, section = type(parameter) is not torch.nn.Parameter, self._steps, self.section
+        with torch.no_grad():
+            value = parameter.clone()
+        return value if is_awaited or (section != "step" and self._steps == steps) else None
+
+    @property
+    def _steps(self) -> int:
+        return getattr(self.optimizer, "_steps", 0)
+
     def read(self, how: str, source: str, *, whole: bool) -> None:
         """``whole``: no step can begin meanwhile."""
-        values = None
+        values: Sequence[torch.Tensor | None] | None = None
         with torch.no_grad():
             if how == "save":
                 torch.save(self.paths.state_dict(), buffer := io.BytesIO())
@@ -98,7 +116,7 @@ class Disturbed:
             elif how == "optimizer" and self.program.optimizer.kind == "overlapped":
                 self.optimizer.state_dict()
             elif how == "values":
-                values = self.values()
+                values = self.values() if whole else self.values_between_steps()
         # Of a plain optimizer in its step, and of a view whose values a thread copies later, torch promises nothing.
         promised = whole or (self.program.optimizer.kind != "plain" and how == "values")
         if values is not None and promised:
