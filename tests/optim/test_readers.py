@@ -642,3 +642,53 @@ def test_memory_that_a_thread_may_be_reading_is_not_freed_under_it(ranks: Ranks)
     for first, second, third in ranks.run(leave_memory):
         assert all(first)
         assert not any(second + third)
+
+
+def read_across_the_beginning(kind: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """A thread reads a parameter in two halves: the first before a step begins, the second when it has been asked to."""
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer = optimizer_of(kind, model)
+    train_step(model, optimizer, batch(rank, 0, width=9))
+    optimizer.flush()
+    parameter, read = model.module.layers[0].weight, []
+    announced, reading = threading.Event(), threading.Event()
+
+    def halves(values: torch.Tensor) -> torch.Tensor:
+        if torch.overrides.has_torch_function_unary(values):
+            return torch.overrides.handle_torch_function(halves, (values,), values)
+        first = values[:4].clone()
+        reading.set()
+        # More than the step needs, where it does not wait.
+        time.sleep(0.2)
+        return torch.cat([first, values[4:].clone()])
+
+    def read_it() -> None:
+        announced.wait()
+        with torch.no_grad():
+            read.append(halves(parameter))
+
+    run = UpdateThread.run
+
+    def run_later(self: UpdateThread, action: Callable[[], None]) -> None:
+        if type(parameter) is AwaitedParameter and threading.current_thread() is not reader and not announced.is_set():
+            announced.set()
+            reading.wait()
+        run(self, action)
+
+    reader = threading.Thread(target=read_it)
+    before = parameter.detach().clone()
+    model(batch(rank, 1, width=9)).square().mean().backward()
+    reader.start()
+    with patch.object(UpdateThread, "run", run_later):
+        optimizer.step()
+    reader.join()
+    optimizer.flush()
+    return read, before, parameter.detach().clone()
+
+
+@in_threads_and_processes
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_begins_when_threads_have_read_what_it_has_announced(ranks: Ranks, kind: str) -> None:
+    for read, before, after in ranks.run(read_across_the_beginning, kind):
+        assert not torch.equal(before, after)
+        assert len(read) == 1 and torch.equal(read[0], before)

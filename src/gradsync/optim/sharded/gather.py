@@ -22,6 +22,7 @@ and never began is announced again by the next one.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -58,7 +59,13 @@ class AwaitedParameter(nn.Parameter):
             _finish(awaited)
             if not any(type(each) is AwaitedParameter for each in awaited):
                 return func(*args, **kwargs)
-        # They are still awaited: no step has begun yet, or this is the thread that runs it.
+            # They are still awaited: no step has begun yet, or this is the thread that runs it. None begins before the
+            # values have been read.
+            with ExitStack() as stack:
+                for thread in _threads_of(awaited):
+                    stack.enter_context(thread.paused())
+                _finish(awaited)
+                return torch._C._disabled_torch_function_impl(func, types, tuple(args), kwargs)
         return torch._C._disabled_torch_function_impl(func, types, tuple(args), kwargs)
 
     # torch's own methods look at the class before they look at values, or never look at values.
@@ -85,10 +92,10 @@ class AwaitedParameter(nn.Parameter):
 
 
 class Gather:
-    """The gather of new values of ``parameters``."""
+    """The gather of new values of ``parameters``, by actions of ``thread``."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], thread: UpdateThread) -> None:
-        self._parameters, self._thread = parameters, thread
+        self._parameters, self.thread = parameters, thread
         self._arrive: Callable[[], None] | None = None
         self._error: Exception | None = None
         self.is_finished = False
@@ -103,7 +110,7 @@ class Gather:
     def finish(self) -> None:
         """Wait for the values, unless nothing has started to make them. Raises a communicator's failure, every time."""
         if not self.is_finished:
-            self._thread.run(self.finish_here)
+            self.thread.run(self.finish_here)
 
     # -- on the update thread --------------------------------------------------------------------------------------
 
@@ -217,6 +224,11 @@ def _finish(awaited: Iterable[AwaitedParameter]) -> None:
         waited |= gathers
         for gather in gathers:
             gather.finish()
+
+
+def _threads_of(parameters: Iterable[AwaitedParameter]) -> list[UpdateThread]:
+    """The update threads of the parameters, in an order that is the same for all readers."""
+    return sorted({gather.thread for gather in _gathers_of(parameters)}, key=id)
 
 
 def _gathers_of(parameters: Iterable[AwaitedParameter]) -> set[Gather]:

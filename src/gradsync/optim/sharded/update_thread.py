@@ -22,7 +22,8 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -61,10 +62,25 @@ class UpdateThread:
                 "a parameter was read inside of the step that updates it, by a hook or by a signal handler. Read it "
                 "before or after the step; in a signal handler set a flag, and look at it after the step"
             )
-        if self._takes_over and threading.current_thread() is threading.main_thread():
+        if self._is_main_here:
             self._hand_over(action)
         else:
             self._lock.run(action)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No action begins inside, but those of this thread: for reads by a thread other than the main one, which
+        begins steps itself."""
+        if self._is_main_here or threading.get_ident() in (self._lock.owner, self._lock.pauser):
+            yield
+        else:
+            with self._lock.paused():
+                yield
+
+    @property
+    def _is_main_here(self) -> bool:
+        """Whether this is the main thread, whose actions are run by another one."""
+        return self._takes_over and threading.current_thread() is threading.main_thread()
 
     def _hand_over(self, action: Action) -> None:
         if is_waiting_here():
@@ -89,10 +105,21 @@ class _UpdateLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # The thread that changes parameters, and the one that keeps others from it while it reads.
         self.owner: int | None = None
+        self.pauser: int | None = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        with self._lock:
+            self.pauser = threading.get_ident()
+            try:
+                yield
+            finally:
+                self.pauser = None
 
     def run(self, action: Action) -> None:
-        with self._lock:
+        with nullcontext() if self.pauser == threading.get_ident() else self._lock:
             self.owner = threading.get_ident()
             try:
                 # The reader of a parameter may be in inference mode, or recording gradients; that must not matter.
