@@ -645,7 +645,7 @@ def test_memory_that_a_thread_may_be_reading_is_not_freed_under_it(ranks: Ranks)
 
 
 def read_across_the_beginning(kind: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """A thread reads a parameter in two halves: the first before a step begins, the second when it has been asked to."""
+    """A thread reads a parameter in two halves: one before a step begins, one when it was asked to."""
     rank, model = choose_communicator().rank, wrapped()
     optimizer = optimizer_of(kind, model)
     train_step(model, optimizer, batch(rank, 0, width=9))
@@ -691,4 +691,5 @@ def read_across_the_beginning(kind: str) -> tuple[list[torch.Tensor], torch.Tens
 def test_a_step_begins_when_threads_have_read_what_it_has_announced(ranks: Ranks, kind: str) -> None:
     for read, before, after in ranks.run(read_across_the_beginning, kind):
         assert not torch.equal(before, after)
-        assert len(read) == 1 and torch.equal(read[0], before)
+        assert len(read) == 1
+        assert torch.equal(read[0], before)
