@@ -29,7 +29,7 @@ from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.saving import Prepared, heal
 from gradsync.accelerator.world import ProcessControl, agree_on_backend, finalize_at_exit
 from gradsync.base.errors import BadStepError, ConfigurationError, GradsyncError, MisuseError, PeerFailedError
-from gradsync.communicator.logs import listed
+from gradsync.communicator.logs import join_names
 from gradsync.health.elastic import Elastic, ElasticMember, Generation, MeetingPlace, Membership, MemberStatus, meet
 
 __all__ = ["Elasticity", "refuse_beside_elastic"]
@@ -363,8 +363,8 @@ class Elasticity:
                 len(generation.members),
                 generation.newest_step,
                 seconds,
-                f", without {listed(missing)}" if missing else "",
-                f" ({listed(healed)} took the state of rank 0)" if healed else "",
+                f", without {join_names(missing)}" if missing else "",
+                f" ({join_names(healed)} took the state of rank 0)" if healed else "",
                 f". Before: {self._lost}" if self._lost else "",
             )
         self._lost, self._former = "", generation.members

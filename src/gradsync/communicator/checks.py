@@ -8,7 +8,7 @@ import torch
 
 from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.communicator.base import Counts, ReduceOp
-from gradsync.communicator.logs import listed
+from gradsync.communicator.logs import join_names
 
 __all__ = [
     "SUMMED_BY_TORCH",
@@ -72,9 +72,9 @@ def missing_step(started: Mapping[str, str]) -> str:
     if not gather or not reduce:
         return ""
     return (
-        f"With a ShardedOptimizer or OverlappedOptimizer: {listed(gather)} called step() (all_gather), and "
-        f"{listed(list(reduce))} went on without it ({next(iter(reduce.values()))}). Call step() on every rank in each "
-        "window, also on one that has no batch or leaves out its loss"
+        f"With a ShardedOptimizer or OverlappedOptimizer: {join_names(gather)} called step() (all_gather), and "
+        f"{join_names(list(reduce))} went on without it ({next(iter(reduce.values()))}). Call step() on every rank in "
+        "each window, also on one that has no batch or leaves out its loss"
     )
 
 

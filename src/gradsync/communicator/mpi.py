@@ -270,7 +270,7 @@ class MPICommunicator(BaseCommunicator):
         self._last = super().start_stage(first, stage)
         return self._last
 
-    def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
+    def _translate_error(self, collective: Collective, error: BaseException) -> BaseException:
         if isinstance(error, _NoAnswerError):
             return CommunicatorLostError(f"rank {self.rank} waited in {collective.describe()}, but {error}")
         if isinstance(error, self._mpi.Exception):

@@ -68,7 +68,10 @@ def clear_root_cause(group: Any) -> None:
 
 
 def _delete(group: Any, key: str) -> None:
-    """By one rank, before any can have failed: without it nobody gets as far as that."""
+    """Delete the message under ``key``, on rank 0 only.
+
+    One rank is enough: the others cannot get far enough to fail before rank 0 has been here.
+    """
 
     def ask() -> bytes:
         _store_of(group).delete_key(key)

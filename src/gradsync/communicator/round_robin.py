@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.communicator.base import Communicator, Handle
 from gradsync.communicator.base_communicator import BaseCommunicator, Start
-from gradsync.communicator.collective import Collective, again
+from gradsync.communicator.collective import Collective, copy_failure
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.root_cause import FailureDomain
@@ -96,14 +96,14 @@ class RoundRobinCommunicator(BaseCommunicator):
             return super().explain(collective, error)
         # The communicator that had the turn knows whether it is out of step.
         if self.failure is not None:
-            error = self._with_details(error)
+            error = self._add_watch_details(error)
             self._fail(error)
             self._tell_once(str(error))
         return error
 
     def _refuse_after_failure(self) -> None:
         if (failure := self.failure) is not None:
-            raise again(failure)
+            raise copy_failure(failure)
 
     def _tell_others(self, reason: str) -> None:
         for each in self.communicators:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import from_json, whole_file
-from gradsync.communicator.logs import listed
+from gradsync.communicator.logs import join_names
 from gradsync.health.watch.agent import Agent
 from gradsync.health.watch.detector import at_odds, longest, roots
 from gradsync.health.watch.messages import Member, where
@@ -242,21 +242,21 @@ def _conclusions(ranks: Sequence[int], statuses: dict[int, RankStatus], by_rank:
     lines = []
     missing = [rank for rank in ranks if rank not in statuses]
     if missing:
-        names = listed([f"rank {rank}" for rank in missing])
+        names = join_names([f"rank {rank}" for rank in missing])
         lines.append(f"{names} wrote nothing: ended, stopped, or without GRADSYNC_DUMP.")
     for rank, (other, its, theirs) in at_odds(statuses).items():
         lines.append(f"rank {rank} is in {its.what}, where rank {other} is in {theirs.what}.")
     for rank, waiters in roots(statuses).items():
-        names = listed([f"rank {waiter}" for waiter in sorted(waiters)])
+        names = join_names([f"rank {waiter}" for waiter in sorted(waiters)])
         verb = "waits" if len(waiters) == 1 else "wait"
         what = max(waiters.values(), key=lambda wait: wait.seconds).what
         lines.append(f"{names} {verb} for rank {rank} in {what}. rank {rank} is at {_innermost(by_rank[rank])}.")
     waiting = [rank for rank, status in statuses.items() if status.waits]
     if not lines and waiting:
-        names = listed([f"rank {rank}" for rank in waiting])
+        names = join_names([f"rank {rank}" for rank in waiting])
         lines.append(f"All ranks have come to what {names} waited for: it is under way.")
     if waiting and missing and len(lines) == 1:
-        lines.append(f"{listed([f'rank {rank}' for rank in waiting])} may wait for what wrote nothing.")
+        lines.append(f"{join_names([f'rank {rank}' for rank in waiting])} may wait for what wrote nothing.")
     return lines or ["Nobody waits for anybody."]
 
 

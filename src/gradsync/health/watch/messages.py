@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradsync.communicator.checks import missing_step
-from gradsync.communicator.logs import listed
+from gradsync.communicator.logs import join_names
 from gradsync.health.watch.detector import ExitRecord, RaisedError, Suspect
 from gradsync.health.watch.exit_causes import ENDED, EXITED, exit_words, noted_exit
 from gradsync.health.watch.links import SlowLink
@@ -98,7 +98,7 @@ def suspected(members: Sequence[Member], suspect: Suspect, *, is_here: bool) -> 
     if len(waiters) > MOST_NAMED:
         waiters = [*waiters[: MOST_NAMED - 1], f"{len(waiters) - MOST_NAMED + 1} more"]
     verb = "waits" if len(suspect.waiters) == 1 else "wait"
-    waiting = f"{listed(waiters)} {verb} in {suspect.what}" if waiters else "nobody waits for it yet"
+    waiting = f"{join_names(waiters)} {verb} in {suspect.what}" if waiters else "nobody waits for it yet"
     stand, seconds = where(suspect.status), f"{suspect.seconds:.0f} s"
     hint = _missing_step(member, waiters, suspect)
     if suspect.raised:
@@ -121,7 +121,7 @@ def _missing_step(member: Member, waiters: list[str], suspect: Suspect) -> str:
     # Only of one and the same collective, by its number: a rank in another one may just be late.
     if not waiters or own.partition(" (")[0] != suspect.what.partition(" (")[0]:
         return ""
-    return missing_step({listed(waiters): suspect.what, f"rank {member.rank}": own})
+    return missing_step({join_names(waiters): suspect.what, f"rank {member.rank}": own})
 
 
 def straggling(members: Sequence[Member], straggler: Straggler) -> str:

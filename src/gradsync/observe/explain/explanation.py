@@ -11,7 +11,7 @@ import torch
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
-from gradsync.communicator.logs import listed
+from gradsync.communicator.logs import join_names
 from gradsync.core.reduction.measurement import measure_link
 from gradsync.observe.charts.canvas import PARTS
 from gradsync.observe.charts.notebook import frame, heading, lines, strip, table
@@ -157,7 +157,7 @@ class Explanation:
             yield f"clocks agree to {duration(max(errors))}"
         unended = [each.header.rank for each in timeline.recordings if not each.ended]
         if unended:
-            who = listed([f"rank {rank}" for rank in unended])
+            who = join_names([f"rank {rank}" for rank in unended])
             yield f"the recording of {who} has no end: the run goes on, or it was killed"
 
     def bucket_lines(self) -> Iterator[str]:

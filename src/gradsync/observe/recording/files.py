@@ -25,7 +25,7 @@ from typing import Any
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import from_json, whole_file
-from gradsync.communicator.logs import absent, listed
+from gradsync.communicator.logs import join_names, name_missing_ranks
 
 __all__ = [
     "FOLDER",
@@ -386,7 +386,7 @@ def read_recordings(folder: Path, model: int = 0) -> list[Recording]:
             "train, which always records"
         )
     if model not in models:
-        known = listed([str(number) for number in sorted(models)])
+        known = join_names([str(number) for number in sorted(models)])
         raise ConfigurationError(f"{folder} has no recording of model {model}, only of {known}")
     return _whole(models[model], folder)
 
@@ -410,10 +410,10 @@ def _whole(recordings: Sequence[Recording], folder: Path) -> list[Recording]:
     size, *others = sorted({each.header.world_size for each in recordings})
     if others:
         raise ConfigurationError(
-            f"{folder} has recordings of runs with {listed([str(each) for each in (size, *others)])} ranks: record "
+            f"{folder} has recordings of runs with {join_names([str(each) for each in (size, *others)])} ranks: record "
             "every run into a folder of its own"
         )
-    missing = absent(found, size)
+    missing = name_missing_ranks(found, size)
     if missing:
         raise ConfigurationError(
             f"{folder} has no recording of {missing}: ranks on other hosts write theirs there. Bring all files "

@@ -10,7 +10,7 @@ from typing import Literal
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import from_json, whole_file
-from gradsync.communicator.logs import absent
+from gradsync.communicator.logs import name_missing_ranks
 from gradsync.observe.charts.numbers import count, duration, size
 
 __all__ = [
@@ -136,7 +136,7 @@ def summarize(accounts: Sequence[Account], script: str, *, times: bool = True) -
         return [_never_wrapped(accounts, script)]
     lines = []
     first = next(account for account in accounts if account.wrappers)
-    missing = absent({account.rank for account in accounts}, first.world_size)
+    missing = name_missing_ranks({account.rank for account in accounts}, first.world_size)
     if missing:
         lines.append(f"there is no account of {missing}: what follows is of the others")
     if not first.steps:
