@@ -108,7 +108,7 @@ class Sampler:
         would compare two models else."""
         return next(((number, model.pace) for number, each in self._models if (model := each()) is not None), None)
 
-    def look(self, now: float) -> RankStatus:
+    def sample(self, now: float) -> RankStatus:
         model = self._current()
         started = tuple(state.started for state in self._states())
         waits = self._waits(now)
