@@ -23,8 +23,8 @@ from gradsync.communicator.collective import waited_here
 from gradsync.health.watch import leave_watch
 from gradsync.health.watch import slowness_warnings as said_so_far
 from gradsync.health.watch.messages import Member, slow_communication, straggler_text
-from gradsync.health.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter, read_pace
-from gradsync.health.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceDetector, PaceReporter, Pacing
+from gradsync.health.watch.pace_meter import MOST_WINDOWS, NO_PACE, Pace, PaceMeter, read_pace
+from gradsync.health.watch.pace_reports import LONGEST_SECONDS, SHORTEST_SECONDS, PaceDetector, PaceReporter, Pacing
 from gradsync.health.watch.rounds import Round, Rounds, against_the_others, median
 from gradsync.health.watch.status import Sampler
 from gradsync.health.watch.stragglers import (

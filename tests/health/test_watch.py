@@ -29,7 +29,7 @@ from gradsync.health.watch.agent import Agent, Plan
 from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, Suspect, at_odds, roots
 from gradsync.health.watch.guards import GRACE_SECONDS, Guards
 from gradsync.health.watch.messages import Member, exit_text, sort_key, suspect_text
-from gradsync.health.watch.pace import PaceMeter
+from gradsync.health.watch.pace_meter import PaceMeter
 from gradsync.health.watch.protocol import HUB, LARGEST, Frames, Line, ProtocolError, pack
 from gradsync.health.watch.status import UNKNOWN, Position, RankStatus, Sampler, Wait
 from gradsync.tools.cli.main import app

@@ -35,7 +35,7 @@ from gradsync.communicator.root_cause import BEFORE
 from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, RaisedError, Suspect
 from gradsync.health.watch.guards import Guards
 from gradsync.health.watch.messages import Member, exit_text, raised_error, sort_key, suspect_text
-from gradsync.health.watch.pacing import Pacing
+from gradsync.health.watch.pace_reports import Pacing
 from gradsync.health.watch.protocol import HUB, Line, pack
 from gradsync.health.watch.status import MOST_LETTERS, UNKNOWN, RankStatus, Sampler
 

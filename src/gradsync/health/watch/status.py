@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gradsync.communicator.transport_state import TransportState
-from gradsync.health.watch.pace import PaceMeter
+from gradsync.health.watch.pace_meter import PaceMeter
 
 __all__ = ["MOST_LETTERS", "UNKNOWN", "Model", "Position", "RankStatus", "Sampler", "Wait", "stack_of"]
 

@@ -21,7 +21,7 @@ from gradsync.communicator import Handle
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.observe.recording.files import GatherTimes, RecordedBucket, Span, Step, Synchronization
 
-__all__ = ["Gather", "Marker", "Marks", "Read", "read_step", "unknown"]
+__all__ = ["Gather", "Marker", "Marks", "Read", "no_core_time", "read_step"]
 
 # What a mark says. Plain numbers: looking up a member of an enumeration takes as long as all the rest of a mark.
 EVALUATION, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, STEP, STEP_END, LOADING, LOADED = range(9)
@@ -36,7 +36,7 @@ Gather = list[Any]
 Read = Callable[[Any], float]
 
 
-def unknown() -> None:
+def no_core_time() -> None:
     """Where backwards run on threads of their own, as on a GPU, and where nobody asks."""
 
 
@@ -51,7 +51,7 @@ class Marker:
     def __init__(self) -> None:
         self._now: Callable[[], Any] = time.perf_counter
         # Seconds that this thread has been on a core, where they tell something.
-        self._on_core: Callable[[], float | None] = unknown
+        self._on_core: Callable[[], float | None] = no_core_time
         self._marks: Marks = []
         # Those that were started since the last step; by bucket, those that nobody has waited for yet.
         self._gathers: list[Gather] = []

@@ -57,8 +57,8 @@ from gradsync.observe.recording.marks import (
     Marker,
     Marks,
     Read,
+    no_core_time,
     read_step,
-    unknown,
 )
 
 __all__ = ["Recorder", "close_recorders"]
@@ -122,7 +122,7 @@ class Recorder(Marker):
         """Called before the first event of this model. A model that moves to another communicator is attached again."""
         self._synchronizer = weakref.ref(synchronizer)
         if synchronizer.parameters[0].device.type == "cuda":
-            self._now, self._on_core = DeviceClock(synchronizer.parameters[0].device), unknown
+            self._now, self._on_core = DeviceClock(synchronizer.parameters[0].device), no_core_time
         number = self._next_number(synchronizer) if self._header is None else self._header.model
         self._header = _describe(synchronizer, name, clock, number)
         listen(self)

@@ -37,9 +37,9 @@ __all__ = ["BucketOptimizer", "Options", "refuse_original", "require_optimizer"]
 Options = list[dict[str, Any]]
 
 # Minimum number of buckets on an asynchronous transport: a forward should not wait for parameters it does not need.
-PIECES = 11
-# The number of such buckets that is set at once, without trying sizes one by one.
-PIECES_AT_ONCE = 16
+MIN_BUCKETS = 11
+# How many buckets there are at first, before any size has been tried.
+INITIAL_BUCKETS = 16
 
 
 class BucketOptimizer(torch.optim.Optimizer):
@@ -128,7 +128,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         if reduction is None or not in_buckets:
             return
         if reduction.scatters and synchronizer.tuner is not None:
-            synchronizer.tuner.fewest = PIECES
+            synchronizer.tuner.fewest = MIN_BUCKETS
         try:
             synchronizer.reduce_with(reduction)
         except BaseException:
@@ -183,8 +183,8 @@ class BucketOptimizer(torch.optim.Optimizer):
         self._plain_caps = caps = synchronizer.caps
         total = sum(plan.numel * plan.dtype.itemsize for plan in synchronizer.layout.buckets)
         # Sizes that were requested stay; and so do those on transports that are not asynchronous.
-        if synchronizer.tuner is not None and caps.from_the_end and max(caps.caps) > total // PIECES:
-            cap = max(total // PIECES_AT_ONCE, SMALLEST_BUCKET)
+        if synchronizer.tuner is not None and caps.from_the_end and max(caps.caps) > total // MIN_BUCKETS:
+            cap = max(total // INITIAL_BUCKETS, SMALLEST_BUCKET)
             synchronizer.caps = BucketCaps.tapered(cap, least=SMALLEST_BUCKET)
 
     @property

@@ -17,7 +17,7 @@ from typing import Any
 
 from gradsync.health.watch.links import LinkMeter, Sent, find_slow_link, read_sent
 from gradsync.health.watch.messages import Member, slow_communication, slow_link, straggler_text
-from gradsync.health.watch.pace import Pace, PaceMeter, read_pace
+from gradsync.health.watch.pace_meter import Pace, PaceMeter, read_pace
 from gradsync.health.watch.protocol import HUB
 from gradsync.health.watch.rounds import Rounds
 from gradsync.health.watch.status import Sampler
