@@ -106,7 +106,7 @@ class Elasticity:
         self._listeners.append(listener)
 
     def attempts(self, steps: int) -> "Iterator[AbstractContextManager[int]]":
-        """One for each window until ``steps`` of them are behind, and more where ranks were lost. Collective.
+        """An attempt at each window until ``steps`` of them are behind, and more where ranks were lost. Collective.
 
         An attempt is a context that gives the number of the window: it is done by all who take part, or by none.
         """
@@ -313,7 +313,7 @@ class Elasticity:
             time.sleep(AGAIN_SECONDS)
 
     def _are_enough(self, members: Sequence[ElasticMember]) -> bool:
-        """Depends only on what all ranks know, so that all continue, or all ask again."""
+        """Whether there are enough ranks: by what all of them know, so that all continue, or all ask again."""
         if any(member.status.generation for member in members):
             return len(members) >= self._settings.min_ranks
         wanted = self._settings.ranks or self._launched.world_size
@@ -371,5 +371,5 @@ class Elasticity:
 
 
 def _first_line(error: BaseException) -> str:
-    """Without the C++ frames that torch adds to errors of a store."""
+    """The first line of an error, without the C++ frames that torch adds to errors of a store."""
     return str(error).partition("\n")[0]

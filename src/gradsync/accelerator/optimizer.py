@@ -102,7 +102,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def synchronizers(self) -> list[Synchronizer]:
-        """Those that average the gradients of the optimizer's parameters."""
+        """The synchronizers that average the gradients of the optimizer's parameters."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         found = {id(each): each for each in map(synchronizer_of, parameters) if each is not None}
         return list(found.values())

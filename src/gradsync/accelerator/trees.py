@@ -139,7 +139,7 @@ def write(tensors: Placed, payload: torch.Tensor) -> None:
 
 
 def end_of(tensors: Placed) -> int:
-    """Where the next tensor may begin."""
+    """The offset at which the next tensor may begin."""
     if not tensors:
         return 0
     offset, last = tensors[-1]

@@ -64,7 +64,7 @@ class DistributedType(StrEnum):
 
 
 class ProcessControl:
-    """All ranks, as seen from one: its rank, its device, and what only some ranks do."""
+    """What one rank sees of all: its rank, its device, and what only some ranks do."""
 
     def __init__(self, communicator: Communicator, device: torch.device, environment: ProcessEnvironment) -> None:
         self.communicator = communicator
@@ -245,7 +245,7 @@ class World(ProcessControl):
         return (self.environment, self.device, self.communicator.rank, self.communicator.world_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In the same process the same world; elsewhere the one that is found there."""
+        """Pickle it: in the same process it is the same world, elsewhere the one that is found there."""
         return (_living_or_connected, (self._key,))
 
     def __repr__(self) -> str:

@@ -89,7 +89,7 @@ class BaseCommunicator:
 
     @property
     def failure_flags(self) -> list[torch.Tensor]:
-        """Numbers in host memory of which one is not zero once there is a failure; see :attr:`TransportState.flag`."""
+        """Flags in host memory, of which one is not zero once there is a failure; see :attr:`TransportState.flag`."""
         return [self.state.flag]
 
     def averages(self, device: torch.device) -> bool:
@@ -206,7 +206,7 @@ class BaseCommunicator:
         return Background("gradsync stages")
 
     def _make_numbering(self, number: int | str) -> Numbering:
-        """Where the collectives of stage ``number`` are counted."""
+        """A numbering for the collectives of stage ``number``."""
         return Numbering(str(number))
 
     # -- starting -----------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class BaseCommunicator:
         return collective
 
     def _issue_in_turn(self, queue: Background, start: Callable[[], Work], *, on_host: bool) -> Work:
-        """After the stages that are still to be run."""
+        """Have ``start`` begin the collective after the stages that are still to be run."""
         if not on_host:
             queue.start(lambda: None).wait()
             return start()
@@ -319,7 +319,7 @@ class BaseCommunicator:
         return self._background
 
     def _place(self) -> Numbering:
-        """Where the next collective is counted: in the stage that starts it, or with all others."""
+        """The numbering that counts the next collective: that of the stage that starts it, or that of all others."""
         place = None if self._background is None else self._background.place()
         return self._order if place is None else place
 
@@ -370,7 +370,7 @@ class BaseCommunicator:
             self._background.give_up()
 
     def after_fork(self) -> None:
-        """In a forked child: the communicator belongs to the parent, which must not notice the child's copy of it.
+        """Break this copy in a forked child: the communicator belongs to the parent, which must not notice the copy.
 
         A rank that is alone has no peers, and continues in the child.
         """
@@ -385,7 +385,7 @@ class BaseCommunicator:
         )
 
     def shutdown(self, seconds: float) -> None:
-        """At process exit: stops this communicator's threads. See shutdown.py."""
+        """Stop this communicator's threads at process exit. See shutdown.py."""
         if self._is_forked or self._background is None:
             return
         if self._background.busy:

@@ -79,7 +79,7 @@ def missing_step(started: Mapping[str, str]) -> str:
 
 
 def check_operation(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Nothing to do for a sum, the only operation on the path of backward."""
+    """Refuse operations that do not exist or do not suit ``dtype``; a sum, as in backward, costs nothing."""
     if op == "sum":
         return
     if op not in OPERATIONS:
@@ -96,7 +96,7 @@ def check_source(source: int, world_size: int) -> None:
 
 
 def check_together(kind: str, output: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Two tensors of one collective: dense, each in one piece of memory, of one dtype and on one device."""
+    """Refuse two tensors of one collective unless they are dense, contiguous, of one dtype and on one device."""
     for name, each in (("output", output), ("tensor", tensor)):
         check_dense(kind, each)
         if not each.is_contiguous():

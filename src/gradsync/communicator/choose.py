@@ -105,7 +105,7 @@ class Choice:
 
     @classmethod
     def given(cls, communicator: Communicator) -> "Choice":
-        """There was nothing to choose."""
+        """The choice of a communicator that was given, so that there was nothing to choose."""
         return cls(communicator=communicator, reason="it was given")
 
 

@@ -88,10 +88,10 @@ class Owner(Protocol):
         """The exception to raise for ``error``, which is the communicator's failure from then on."""
 
     def start_stage(self, first: Handle, stage: Stage) -> Handle:
-        """:meth:`Handle.then`."""
+        """Start ``stage`` after ``first``, as :meth:`Handle.then` does."""
 
     def take_number(self) -> int | str:
-        """The next one in the order."""
+        """Take the next number in the order."""
 
     def abort(self, reason: str) -> None: ...
 
@@ -202,7 +202,7 @@ class Collective:
         return f"collective {self.number}"
 
     def what(self) -> str:
-        """Without its number: ranks compare it."""
+        """The description without the number: ranks compare it."""
         return f"{self.kind} {self.detail}".rstrip() + f" of {self.numel} × {self.dtype}"
 
     def measured(self) -> str:

@@ -236,7 +236,7 @@ class HierarchicalCommunicator(BaseCommunicator):
             self._rows(output)[list(ranks)] = blocks[host, : len(ranks)]
 
     def _gather_uneven(self, output: torch.Tensor, tensor: torch.Tensor, shares: Sizes) -> None:
-        """As if all shares were as large as the largest."""
+        """Gather shares of different sizes as if all were as large as the largest."""
         most = max(shares)
         filled = tensor.new_zeros(most)
         filled[: tensor.numel()] = tensor

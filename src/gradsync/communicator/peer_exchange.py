@@ -83,7 +83,7 @@ def _cut_shares(counts: tuple[int, ...], most: int) -> _Cut:
 
 @functools.lru_cache(maxsize=MOST_KNOWN)
 def _cut_evenly(numel: int, ranks: int, most: int) -> _Cut:
-    """As many shares of one size; the last of them smaller or empty."""
+    """A cut into as many shares as ``ranks``, of one size; the last of them smaller or empty."""
     share = -(-numel // ranks)
     ends = [min(numel, number * share) for number in range(ranks + 1)]
     return _cut_shares(tuple(end - start for start, end in itertools.pairwise(ends)), most)
@@ -295,7 +295,7 @@ class PeerExchangeCommunicator(BaseCommunicator):
         return self._queue_up(collective, work)
 
     def _most(self, tensor: torch.Tensor) -> int:
-        """Elements of a part, at the most."""
+        """The most elements that a part may have."""
         return max(1, self._part_bytes // tensor.element_size())
 
     def _cut(self, tensor: torch.Tensor, shares: Shares) -> _Cut:

@@ -136,7 +136,7 @@ class PeerLink:
         self.finishing: Exchange | None = None
 
     def give_up(self) -> None:
-        """From another thread, when all else is closed: nobody waits any longer for a send. See [Note: lost sends]."""
+        """Stop waiting for sends: called by another thread when all else is closed. See [Note: lost sends]."""
         exchange = self.finishing
         if exchange is not None:
             exchange.give_up()
@@ -147,7 +147,7 @@ class PeerLink:
         return Exchange(self, collective, tags.take(messages))
 
     def place(self, number: int | str) -> TaggedNumbering:
-        """Where the collectives of stage ``number`` are counted."""
+        """A numbering for the collectives of stage ``number``."""
         return TaggedNumbering(str(number), self._tags.take(STAGE_TAGS))
 
     def name(self, peer: int) -> str:

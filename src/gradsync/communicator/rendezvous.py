@@ -296,7 +296,7 @@ def _receive(connection: socket.socket, size: int, who: str) -> bytes:
 
 
 def _send_at_once(connection: socket.socket) -> None:
-    """Short messages must not wait to be sent with others."""
+    """Have short messages sent at once instead of waiting to be sent with others."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

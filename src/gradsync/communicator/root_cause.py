@@ -62,7 +62,7 @@ def find_root_cause(group: Any, message: str) -> str:
 
 
 def clear_root_cause(group: Any) -> None:
-    """The first communicator over ``group`` is created: delete messages of earlier groups."""
+    """Delete messages of earlier groups, when the first communicator over ``group`` is created."""
     if group not in _failure_domains:
         _delete(group, KEY)
 

@@ -78,7 +78,7 @@ class RoundRobinCommunicator(BaseCommunicator):
         return self._allocate_below(self.communicators[0], numel, dtype, device)
 
     def _delegate(self, collective: Collective, tensor: torch.Tensor, start: Start) -> Handle:
-        """To the communicator whose turn it is when the collective is issued, after the stages before it."""
+        """Have the communicator run it whose turn it is when it is issued, after the stages before it."""
 
         def work() -> Handle:
             handle = start(self.communicators[self._turn])

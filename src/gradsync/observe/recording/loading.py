@@ -57,7 +57,7 @@ def loading() -> Iterator[None]:
 
 
 def _call(callbacks: Sequence[Callable[[], None]]) -> None:
-    """Watching must not break a training: this runs inside of the user's loader."""
+    """Call a listener and log what it raises: this runs inside the user's loader, and must not break a training."""
     for callback in callbacks:
         try:
             callback()

@@ -249,7 +249,7 @@ class LocalSteps:
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """After an error inside, ranks are out of step, and this object refuses to go on."""
+        """Keep an error inside as the reason to refuse to go on: ranks are out of step after it."""
         try:
             yield
         except BaseException as failure:
@@ -257,7 +257,7 @@ class LocalSteps:
             raise
 
     def _misfit(self) -> str | None:
-        """In words, what part of the model has changed since it was compared over the ranks."""
+        """What part of the model has changed since it was compared over the ranks, in words."""
         ours = {id(parameter) for parameter in self._parameters}
         for spec, parameter in zip(self._replica.specs, self._replica.parameters, strict=True):
             if parameter.requires_grad and id(parameter) not in ours:

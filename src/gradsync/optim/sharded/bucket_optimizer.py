@@ -84,7 +84,7 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _take_group(self, group: dict[str, Any]) -> None:
-        """A further group was added."""
+        """Take over a further group that was added."""
 
     @abstractmethod
     def move_out(self) -> None:
@@ -169,12 +169,12 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     @property
     def choice(self) -> ChosenMode | None:
-        """With ``mode="auto"``: what was chosen, and why, once that is decided."""
+        """The choice that ``mode="auto"`` makes, and why, once that is decided; None in other modes."""
         reduction = self._synchronizer.reduction
         return reduction if isinstance(reduction, ChosenMode) else None
 
     def _mode_changed(self, scatters: bool) -> None:
-        """Buckets are about to be rebuilt for shares, or for whole means again."""
+        """Set bucket sizes when buckets are about to be rebuilt for shares, or for whole means again."""
         synchronizer = self._synchronizer
         if not scatters:
             if self._plain_caps is not None:
@@ -245,7 +245,7 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _aborting_on_error(self) -> Iterator[None]:
-        """An error inside is raised on this rank alone: abort the communicators, so that the others do not wait."""
+        """Abort the communicators after an error inside, which this rank alone raises: the others must not wait."""
         try:
             yield
         except BaseException as error:

@@ -88,7 +88,7 @@ class ShardedOptimizer(BucketOptimizer):
             self._segments.let_go()
 
     def moved(self, buckets: Sequence[Bucket]) -> None:
-        """Buckets were rebuilt: the state follows its parameters. Collective."""
+        """Move the state with its parameters, after buckets were rebuilt. Collective."""
         if not self._scatters:
             buckets = []
             if self._segments is None:
@@ -130,7 +130,7 @@ class ShardedOptimizer(BucketOptimizer):
         self._outside.state[parameter] = kept
 
     def _update_outside(self, inside: Collection[int]) -> None:
-        """From now on, every rank updates what is not ``inside`` buckets."""
+        """Have every rank update what is not ``inside`` buckets, from now on."""
         for group, ours in zip(self._outside.param_groups, self.param_groups, strict=True):
             group["params"] = [parameter for parameter in ours["params"] if id(parameter) not in inside]
         for parameter in [parameter for parameter in self._outside.state if id(parameter) in inside]:

@@ -218,7 +218,7 @@ def _run(
 
 
 def _await_cause(ranks: RankProcesses, records: ExitRecords, seconds: float) -> list[Failure]:
-    """Those that have failed by themselves. If they have only lost another rank, that one has ``seconds`` to say why:
+    """The ranks that failed by themselves. If they have only lost another rank, that one has ``seconds`` to say why:
     its connections may be closed long before it ends, by a ``finally``."""
     deadline = time.monotonic() + seconds
     while (

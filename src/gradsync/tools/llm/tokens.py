@@ -184,7 +184,7 @@ def _build(path: Path, source: TextSource, codec: ByteCodec | TokenizerCodec) ->
 
 
 def _write(file: BinaryIO, source: TextSource, codec: ByteCodec | TokenizerCodec) -> None:
-    """See [Note: one file]."""
+    """Write the tokens of all documents to the file. See [Note: one file]."""
     separator = b""
     for document in filter(None, source):
         file.write(separator)
@@ -258,7 +258,7 @@ class Batches:
 
     @property
     def windows_per_epoch(self) -> float:
-        """Not a whole number in general: a window may reach into the next epoch."""
+        """How many windows an epoch has, not a whole number in general: one may reach into the next epoch."""
         return len(self._samples) / self.plan.global_batch
 
     def window(self, number: int) -> list[MicroBatch]:

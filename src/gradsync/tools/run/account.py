@@ -62,7 +62,7 @@ class WrapperAccount:
 
     @property
     def exposed(self) -> float | None:
-        """Seconds that one synchronization adds to its backward: as measured by the wrapper, else by comparison."""
+        """The seconds that one synchronization adds to its backward: as measured by the wrapper, else by comparison."""
         if self.communication is not None and self.hidden is not None:
             return max(0.0, self.communication - self.hidden)
         if self.backward_with is not None and self.backward_without is not None:
@@ -72,8 +72,8 @@ class WrapperAccount:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """A rank's. ``seconds`` by phase, from the first forward to the end of the last optimizer step; ``called`` are the
-    collectives that the script, or a library it uses, has started through torch.distributed, by name."""
+    """A rank's account. ``seconds`` by phase, from the first forward to the end of the last optimizer step; ``called``
+    are the collectives that the script, or a library it uses, has started through torch.distributed, by name."""
 
     rank: int
     world_size: int
@@ -130,8 +130,8 @@ def read_account(path: Path) -> Account:
 
 
 def summarize(accounts: Sequence[Account], script: str, *, times: bool = True) -> list[str]:
-    """Lines: where the time went, which collectives there were and which for nothing, and what would be gained.
-    ``times`` is False where an explanation shows where the time went."""
+    """Summarize in lines: where the time went, which collectives there were and which for nothing, and what would be
+    gained. ``times`` is False where an explanation shows where the time went."""
     if not any(account.wrappers for account in accounts):
         return [_never_wrapped(accounts, script)]
     lines = []

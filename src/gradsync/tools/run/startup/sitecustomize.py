@@ -76,7 +76,7 @@ def _begin(module: ModuleType) -> None:
 
 
 def _give_way() -> None:
-    """To the module of this name that this process would have without us."""
+    """Give way to the module of this name that this process would have without us."""
     sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") != FOLDER]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
