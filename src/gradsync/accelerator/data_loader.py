@@ -217,7 +217,8 @@ class PreparedDataLoader(DataLoader[Any]):
     # -- epochs ----------------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Set it on batch sampler, sampler and dataset, where they have it. A position loaded for another is lost."""
+        """Set the epoch on batch sampler, sampler and dataset, where they have one. A position loaded for another is
+        lost."""
         if self._resume is not None and self._resume.epoch != epoch:
             self._resume = None
         self.iteration = epoch

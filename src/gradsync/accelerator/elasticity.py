@@ -44,7 +44,7 @@ MEETINGS = 20
 
 
 def refuse_nccl(backend: str) -> str:
-    """``backend``, if the other ranks of its groups survive that one is lost. The same on all ranks."""
+    """Return ``backend`` if the other ranks of its groups survive the loss of one, or refuse. The same on all ranks."""
     if "nccl" not in backend:
         return backend
     raise ConfigurationError(

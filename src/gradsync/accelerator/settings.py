@@ -49,14 +49,14 @@ CHOICES = {
 
 
 def require_steps(name: str, steps: object) -> None:
-    """``name``: the argument through which the caller passed the number."""
+    """Refuse a number of steps below 1. ``name``: the argument through which the caller passed it."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigurationError(f"{name} must be a whole number of at least 1, got {steps!r}")
 
 
 @dataclass(frozen=True)
 class GradientAccumulationPlugin:
-    """How micro-batches become windows.
+    """Settings for how micro-batches become windows.
 
     num_steps
         micro-batches per window.
@@ -101,7 +101,7 @@ class GradientAccumulationPlugin:
 
 @dataclass(frozen=True)
 class DataLoaderConfiguration:
-    """How a prepared loader distributes batches among the ranks.
+    """Settings for how a prepared loader distributes batches among the ranks.
 
     split_batches
         the loader's batch size is that of all ranks together, and each rank takes its part of every batch.
@@ -130,7 +130,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Where a run keeps its files.
+    """Settings for where a run keeps its files.
 
     project_dir, logging_dir
         the folder of the run, and the folder of trackers that write files (default: ``project_dir``).

@@ -151,7 +151,7 @@ class ProcessControl:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int = 0
     ) -> Callable[..., Any]:
-        """The same for one rank of every node."""
+        """A decorator for one rank of every node."""
         chosen = self.num_processes == 1 or self.local_process_index == local_process_index
         return functools.partial(_only_if, chosen) if function is None else _only_if(chosen, function)
 

@@ -114,7 +114,7 @@ os.register_at_fork(after_in_child=_restart_sweeper)
 
 
 def flush_lazy() -> None:
-    """Called before this thread sleeps in a collective: runs the lazy collectives that others have started."""
+    """Run the lazy collectives that others have started, before this thread sleeps in a collective."""
     if _sweeper._queues:
         _sweeper.flush_lazy()
 

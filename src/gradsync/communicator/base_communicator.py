@@ -297,7 +297,7 @@ class BaseCommunicator:
         return work.result
 
     def start_stage(self, first: Handle, stage: Stage) -> Handle:
-        """:meth:`Handle.then` of this communicator's handles."""
+        """Start ``stage`` after ``first``: the :meth:`Handle.then` of this communicator's handles."""
         # One within another is run on the spot, and counts where that one does.
         is_inner = self._place() is not self._order
         handle = StageHandle(self, first)

@@ -40,7 +40,7 @@ def check_dense(kind: str, tensor: torch.Tensor) -> None:
 
 
 def check_summed(kind: str, tensor: torch.Tensor, summed: frozenset[torch.dtype]) -> None:
-    """``summed`` are the dtypes that the communicator adds up. Others it can only move."""
+    """Refuse to reduce a dtype that is not in ``summed``: those the communicator adds up. Others it can only move."""
     if kind in REDUCING and tensor.dtype not in summed:
         raise ConfigurationError(f"{kind}: this communicator cannot add up {tensor.dtype}. Convert it before")
 

@@ -72,10 +72,10 @@ class Work(Protocol):
         """Return when it is done, or raise."""
 
     def done(self) -> bool:
-        """Whether it is."""
+        """Whether the work is done."""
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when it is, or now."""
+        """Call ``callback`` when the work is done, or now if it is."""
 
 
 class Owner(Protocol):
@@ -206,7 +206,7 @@ class Collective:
         return f"{self.kind} {self.detail}".rstrip() + f" of {self.numel} × {self.dtype}"
 
     def measured(self) -> str:
-        """:meth:`describe`, with the number of bytes."""
+        """The text of :meth:`describe`, with the number of bytes."""
         return f"{self.name()} ({self.what()}, {self.numel * self.dtype.itemsize} bytes)"
 
 

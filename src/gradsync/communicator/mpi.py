@@ -96,7 +96,7 @@ def _usable(mpi: Any, comm: Any) -> Any:
 
 
 class ExitMessages:
-    """When a rank leaves, it sends every other rank the number of collectives it has started."""
+    """The messages of ranks that leave: each sends every other rank the number of collectives it has started."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
@@ -172,7 +172,7 @@ class MPICommunicator(BaseCommunicator):
 
     @property
     def library(self) -> str:
-        """Which MPI this is: ``Open MPI 5.0.11``."""
+        """The name and version of this MPI: ``Open MPI 5.0.11``."""
         name, version = self._mpi.get_vendor()
         return f"{name} {'.'.join(map(str, version))}"
 

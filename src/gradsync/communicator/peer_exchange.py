@@ -197,7 +197,7 @@ class PeerExchangeCommunicator(BaseCommunicator):
     # -- what runs in the background ----------------------------------------------------------------------------------
 
     def _reduce_at_once(self, exchange: Exchange, flat: torch.Tensor, fold: "_Fold") -> None:
-        """Every rank sends everything to every other rank, and all sum everything: one step."""
+        """Reduce in one step: every rank sends everything to every other rank, and all sum everything."""
         *rows, total = self._rows(self.world_size, flat.numel(), flat.dtype)
         messages = self._receive_rows(exchange, rows, 0)
         for peer in self._link.peers:
@@ -342,7 +342,8 @@ class _Fold:
     def __call__(
         self, mine: torch.Tensor, arriving: dict[int, tuple[Message, torch.Tensor]], total: torch.Tensor
     ) -> None:
-        """``total`` may be ``mine``. What came before this rank's turn is combined in the memory of rank 0's piece."""
+        """Combine into ``total``, which may be ``mine``. What precedes this rank's turn is combined in rank 0's
+        piece."""
         combine = torch.maximum if self._op == "max" else torch.add
         so_far = mine
         for rank in range(self._world_size):

@@ -285,7 +285,7 @@ def _prove(connection: socket.socket, secret: bytes, rank: int, who: str) -> Non
 
 
 def _receive(connection: socket.socket, size: int, who: str) -> bytes:
-    """That many bytes and no more: what follows is not part of the handshake."""
+    """Receive that many bytes and no more: what follows is not part of the handshake."""
     received = b""
     while len(received) < size:
         data = connection.recv(size - len(received))

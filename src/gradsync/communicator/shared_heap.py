@@ -157,7 +157,7 @@ class HostPeers:
         return rank_name(self._group, rank)
 
     def failed(self, peer: int, where: str, reason: str = "") -> CommunicatorLostError:
-        """``reason`` is what the peer has left, if it had the time."""
+        """The error for a peer that has failed. ``reason`` is what the peer has left, if it had the time."""
         who = f"{self.name(peer)} (process {self.process_ids[peer]})"
         noticed = f"{self.name(self.rank)} noticed {where}"
         if reason:

@@ -312,7 +312,8 @@ class SharedMemoryCommunicator(BaseCommunicator):
     def _exchange(
         self, call: Call, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> None:
-        """Every rank's tensor passes through its stage, and every rank takes from it what is meant for it."""
+        """Exchange through stages: every rank puts its tensor into its own, and all take from it what is meant for
+        them."""
         begins, ends, longest = self._compare_counts(call, arriving, leaving)
         into = output.split(arriving)
         step = STAGE_BYTES // output.itemsize

@@ -114,7 +114,7 @@ class Failure:
         return SHELL_SIGNAL_BASE - self.code if self.code < 0 else self.code
 
     def obeys(self, number: signal.Signals) -> bool:
-        """Whether it only means that the signal was obeyed."""
+        """Whether the failure only means that the signal was obeyed."""
         return self.exit_code == SHELL_SIGNAL_BASE + number
 
     def __str__(self) -> str:
@@ -195,7 +195,7 @@ class RankProcesses:
         self._processes.clear()
 
     def start(self, place: RankPlace, action: Callable[[], object]) -> None:
-        """``action()`` in a new process at ``place``. It ends with 0 when ``action`` returns."""
+        """Run ``action()`` in a new process at ``place``. It ends with 0 when ``action`` returns."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         parent = os.getpid()

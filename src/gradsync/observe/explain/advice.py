@@ -37,9 +37,9 @@ After = Callable[..., float]
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """``cause`` is what is wrong, ``change`` the line to write. ``before`` and ``after`` are seconds for the samples of
-    one recorded step: where a step would have more of them, ``after`` is the share of it that these take. ``free`` says
-    that the training stays the same."""
+    """One advice: ``cause`` is what is wrong, ``change`` the line to write. ``before`` and ``after`` are seconds for
+    the samples of one recorded step: where a step would have more of them, ``after`` is the share of it that these
+    take. ``free`` says that the training stays the same."""
 
     kind: str
     cause: str

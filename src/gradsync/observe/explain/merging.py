@@ -39,7 +39,7 @@ class MergedCollective:
     free: tuple[float, ...]
 
     def seconds(self, rank: int) -> float:
-        """How long the link was busy with it."""
+        """How long the link was busy with the collective."""
         return max(0.0, self.ends[rank] - max(self.begin, self.free[rank]))
 
 

@@ -46,8 +46,8 @@ Spent = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedBucket:
-    """``starts`` are seconds after the backward began, rank by rank; with ``at_end`` after it ended. ``seconds`` is
-    how long the link is busy with it."""
+    """A bucket of a replay: ``starts`` are seconds after the backward began, rank by rank; with ``at_end`` after it
+    ended. ``seconds`` is how long the link is busy with it."""
 
     nbytes: int
     starts: tuple[float, ...]

@@ -111,9 +111,9 @@ class BucketSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """``ranks`` are the parts of each rank, ``mean`` their mean. ``waited_for`` is how many seconds per step ranks wait
-    for each, on average; ``was_last`` the share of steps in which it came last to a synchronization; ``waits`` how long
-    each rank itself waited for another, step by step."""
+    """A split of the step: ``ranks`` are the parts of each rank, ``mean`` their mean. ``waited_for`` is how many
+    seconds per step ranks wait for each, on average; ``was_last`` the share of steps in which it came last to a
+    synchronization; ``waits`` how long each rank itself waited for another, step by step."""
 
     mean: Parts
     ranks: dict[int, Parts]
@@ -273,9 +273,9 @@ def missing_evidence(timeline: MergedRecording, split: Split) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """``waited`` are seconds of a step that each of the others waits for this rank, ``last`` is the share of steps in
-    which it came last. ``phases`` are those in which it takes longer than the median of the others: its seconds, and
-    theirs."""
+    """A slow rank: ``waited`` are seconds of a step that each of the others waits for it, ``last`` is the share of
+    steps in which it came last. ``phases`` are those in which it takes longer than the median of the others: its
+    seconds, and theirs."""
 
     rank: int
     waited: float

@@ -152,7 +152,7 @@ class Core:
             link.watch(self._pace_changes)
 
     def compute(self, seconds: float, then: Action) -> None:
-        """Call ``then`` after that much work."""
+        """Compute: call ``then`` after that much work."""
         if self._slowed == 1:
             self._loop.after(seconds, then)
             return

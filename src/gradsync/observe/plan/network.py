@@ -64,8 +64,8 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """``ranks`` on hosts of ``ranks_per_host``. A host has one link ``between`` it and the others, or as fast a share
-    of several; its ranks are joined by ``inside``, or by the same link if there is none.
+    """A topology of ``ranks`` on hosts of ``ranks_per_host``. A host has one link ``between`` it and the others, or as
+    fast a share of several; its ranks are joined by ``inside``, or by the same link if there is none.
 
     Where there are more than ``hosts_per_switch``, what leaves a switch has an ``oversubscription``-th of what its
     hosts could send.
@@ -118,7 +118,8 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """``latency`` seconds in which a link has time for others, then ``nbytes`` through one of ``bandwidth``."""
+    """The cost of a transfer: ``latency`` seconds in which a link has time for others, then ``nbytes`` through one of
+    ``bandwidth``."""
 
     latency: float
     nbytes: float
@@ -265,7 +266,7 @@ class Transport:
         )
 
     def _shared(self, rounds: int, nbytes: float) -> Cost:
-        """Every rank reads its share of all others', and what comes of it; all through the memory of one host."""
+        """The cost in shared memory: every rank reads its share of all others', and what comes of it, on one host."""
         link = self.topology.inside or self.topology.between
         traffic = rounds * (self.ranks - 1) / self.ranks * nbytes * self.ranks
         return Cost(latency=rounds * link.latency, nbytes=traffic, bandwidth=link.bandwidth)

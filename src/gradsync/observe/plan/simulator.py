@@ -71,7 +71,8 @@ class StepParts:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """``step`` is what a window takes on average; ``ranks`` the parts of it, one for each profile that was given."""
+    """A simulated step: ``step`` is what a window takes on average; ``ranks`` the parts of it, one for each profile
+    that was given."""
 
     step: float
     ranks: tuple[StepParts, ...]

@@ -60,7 +60,8 @@ DURATION = "busy"
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """``time + offset`` is the time on rank 0's clock, to within ``error``; None if that was not measured."""
+    """The clock of a rank: ``time + offset`` is the time on rank 0's clock, to within ``error``; None if that was not
+    measured."""
 
     offset: float = 0.0
     error: float | None = None

@@ -80,7 +80,7 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _update(self) -> None:
-        """Use the means. Everything from the previous step has arrived."""
+        """Update parameters with the means. Everything from the previous step has arrived."""
 
     @abstractmethod
     def _take_group(self, group: dict[str, Any]) -> None:

@@ -121,7 +121,7 @@ class Gather:
             self._error = error_for_later(error)
 
     def finish_here(self) -> None:
-        """:meth:`finish`, on the thread that may change parameters."""
+        """Do what :meth:`finish` does, on the thread that may change parameters."""
         if self._error is not None:
             raise self._error
         if self._arrive is not None and not self.is_finished:

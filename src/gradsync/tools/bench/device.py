@@ -125,7 +125,7 @@ class Device:
         """Wait until everything that was started is done: on the CPU, it is."""
 
     def mark(self) -> Any:
-        """This moment of the work."""
+        """A mark of this moment of the work."""
         return time.perf_counter()
 
     def seconds(self, began: Any, ended: Any) -> float:

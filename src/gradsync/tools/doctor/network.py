@@ -276,7 +276,7 @@ def measured(
     choice: str = "",
     chosen: Mapping[str, float] | None = None,
 ) -> Finding:
-    """``seconds`` by bytes. Bandwidth is that of the algorithm: bytes of the tensor by time.
+    """The finding on measured ``seconds`` by bytes. Bandwidth is that of the algorithm: bytes of the tensor by time.
 
     ``choice`` is the transport gradsync would take between such ranks, and ``chosen`` its seconds. Times of ranks that
     share a GPU are shown, and not judged.

@@ -83,7 +83,7 @@ class Rate:
         return self.bits_per_second / 8
 
     def __str__(self) -> str:
-        """What :meth:`parse` and ``tc`` read: ``2.5gbit``."""
+        """The rate as :meth:`parse` and ``tc`` read it: ``2.5gbit``."""
         for prefix in ("t", "g", "m", "k"):
             if self.bits_per_second >= PREFIXES[prefix] and prefix != "t":
                 number = f"{self.bits_per_second / PREFIXES[prefix]:.6f}".rstrip("0").rstrip(".")

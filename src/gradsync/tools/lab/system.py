@@ -75,7 +75,7 @@ def check_fit() -> None:
 
 
 class Program:
-    """``ip``, which makes the hosts, or ``tc``, which shapes their links."""
+    """A program to run: ``ip``, which makes the hosts, or ``tc``, which shapes their links."""
 
     def __init__(self, name: str, *details: str) -> None:
         self._name = name
@@ -136,7 +136,7 @@ def enter_host(namespace: str, name: str, addresses: Mapping[str, str]) -> None:
 
 
 def inside(namespace: str, function: Callable[[], R]) -> R:
-    """``function()`` in a thread of this process that has the network of a host; everything else is as here."""
+    """Run ``function()`` in a thread of this process that has the network of a host; everything else is as here."""
 
     def work() -> R:
         _enter_network(namespace)

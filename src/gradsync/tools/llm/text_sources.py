@@ -205,7 +205,7 @@ class HuggingFaceSource:
 
     @classmethod
     def parse(cls, spec: str) -> "HuggingFaceSource":
-        """``hf:NAME[@CONFIG][:SPLIT[:COLUMN]]``, where a split may be a slice like ``train[:1%]``."""
+        """Read ``hf:NAME[@CONFIG][:SPLIT[:COLUMN]]``, where a split may be a slice like ``train[:1%]``."""
         name, *rest = re.split(r":(?![^\[]*\])", spec.removeprefix("hf:"))
         if not name or len(rest) > 2 or not all(rest):
             raise ConfigurationError(f"expected hf:NAME[@CONFIG][:SPLIT[:COLUMN]], got {spec!r}")

@@ -45,8 +45,8 @@ MOST_RANKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TimeShares:
-    """``parts`` are seconds of the mean ``step``; ``edges`` frame the columns, of which each has a share of every part;
-    ``waits`` are what is waited for."""
+    """Shares of time: ``parts`` are seconds of the mean ``step``; ``edges`` frame the columns, of which each has a
+    share of every part; ``waits`` are what is waited for."""
 
     parts: Mapping[str, float]
     step: float

@@ -108,7 +108,7 @@ def prepare_tokens(
 
 
 def default_cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/gradsync``, or ``~/.cache/gradsync``."""
+    """The default folder of the cache: ``$XDG_CACHE_HOME/gradsync``, or ``~/.cache/gradsync``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gradsync"
 
@@ -209,7 +209,7 @@ MicroBatch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """How tokens become windows.
+    """The plan of how tokens become windows.
 
     sequence_length
         tokens the model reads at once. A sample is one longer: the targets are the inputs, shifted by one.

@@ -95,7 +95,7 @@ def account_path(folder: Path, rank: int) -> Path:
 
 
 def write_account(folder: Path, account: Account) -> Path:
-    """Whole or not at all; of two models that one rank trained in two lives the last stays."""
+    """Write the account, whole or not at all; of two models that one rank trained in two lives the last stays."""
     folder.mkdir(parents=True, exist_ok=True)
     path = account_path(folder, account.rank)
     with whole_file(path) as file:

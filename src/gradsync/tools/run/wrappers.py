@@ -55,7 +55,7 @@ class PhaseClock:
         return dict(self._until_step)
 
     def is_mine(self) -> bool:
-        """Whether it is the loop's thread that asks."""
+        """Whether the thread that asks is the loop's."""
         return threading.get_ident() == self._thread
 
     def is_inside(self, phase: str) -> bool:

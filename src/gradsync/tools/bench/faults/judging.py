@@ -74,7 +74,7 @@ class Fault:
 
     @property
     def steps(self) -> int:
-        """How many the run has in all."""
+        """How many steps the run has in all."""
         return self.step + AFTERWARDS
 
 

@@ -163,7 +163,8 @@ SETUPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSettings:
-    """``peer`` is who synchronizes, ``timeout`` the seconds that its group has for a collective."""
+    """Settings of a trial: ``peer`` is who synchronizes, ``timeout`` the seconds that its group has for a
+    collective."""
 
     peer: str
     folder: str
@@ -306,7 +307,7 @@ class TogetherAgain:
         return self.together >= AFTERWARDS or self.windows >= MOST_AFTERWARDS
 
     def count(self, step: int, ranks: int) -> None:
-        """``step`` windows are done, the last one by ``ranks`` ranks."""
+        """Count: ``step`` windows are done, the last one by ``ranks`` ranks."""
         if step > self.fault.step:
             self.windows += 1
             self.together += ranks == RANKS

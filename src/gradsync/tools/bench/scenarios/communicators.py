@@ -85,7 +85,7 @@ class PlaceTimes:
         return moved / self.seconds[transport][size]
 
     def over_group(self, transport: str, size: int) -> float | None:
-        """How many times as fast as the process group."""
+        """How many times as fast as the process group the transport is."""
         known = size in self.seconds.get(transport, {}) and size in self.seconds.get(self.group, {})
         return self.seconds[self.group][size] / self.seconds[transport][size] if known else None
 

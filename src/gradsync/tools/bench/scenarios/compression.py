@@ -311,7 +311,7 @@ def sequence_loss(model: nn.Module, sequences: Tensor) -> Tensor:
 
 
 class Reached(NamedTuple):
-    """When a target was reached."""
+    """The moment when a target was reached."""
 
     steps: float
     seconds: float

@@ -25,7 +25,8 @@ CHILD_SETTINGS = "GRADSYNC_RUN_CHILDREN"
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """``act(module)`` once the module has been imported: now, if it has been already, else when somebody does it."""
+    """Call ``act(module)`` once the module has been imported: now, if it has been already, else when somebody does
+    it."""
     if name in sys.modules:
         act(sys.modules[name])
     else:
