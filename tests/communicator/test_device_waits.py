@@ -124,14 +124,14 @@ def test_a_wait_on_a_device_is_one_that_others_hear_of() -> None:
     guards, wire = guarded()
     sampler = Sampler(lambda: guards.states)
     now = time.monotonic()
-    assert sampler.look(now).waits == ()
+    assert sampler.sample(now).waits == ()
     work = started(12, now - 2.0)
     wire.state.outstanding.add(work)
-    (wait,) = sampler.look(now).waits
+    (wait,) = sampler.sample(now).waits
     assert (wait.communicator, wait.place, wait.seconds) == (0, 12, 2.0)
     assert wait.what == "collective 12 (all_reduce sum of 3 × torch.float32)"
     work.outcome.set_result(SUCCESS)
-    assert sampler.look(now).waits == ()
+    assert sampler.sample(now).waits == ()
 
 
 def test_a_stopped_rank_is_found_by_those_whose_devices_wait() -> None:
@@ -142,7 +142,7 @@ def test_a_stopped_rank_is_found_by_those_whose_devices_wait() -> None:
     detector = judge_of(stands(12), stands(12), stands(12), now=now - 6.0)
     detector.update(2, stands(13), now)
     assert detector.suspects(now) == []
-    detector.update(0, Sampler(lambda: guards.states).look(now), now)
+    detector.update(0, Sampler(lambda: guards.states).sample(now), now)
     (silent,) = detector.due(now)
     assert (silent.member, silent.kind, silent.waiters) == (1, "silent", (0,))
 
@@ -154,7 +154,7 @@ def test_who_waits_on_a_device_for_a_lost_rank_is_stranded() -> None:
     left = ExitRecord(member=1, left=True, words="has ended its script", at=0.0, status=stands(12))
 
     def stranded(ending: ExitRecord, after: float) -> bool:
-        return bool(list(guards.stranded([(ending, now)], now + after)))
+        return bool(list(guards.find_stranded([(ending, now)], now + after)))
 
     assert not stranded(killed, 60.0), "the device has nothing to do for which it would need the others"
     served = started(12, now - 1.0)

@@ -14,7 +14,7 @@ import torch
 
 from gradsync.communicator import Handle, InProcessWorld, choose_communicator
 from gradsync.communicator import collective as collective_module
-from gradsync.communicator.collective import Collective, OnTheSpot, waited_here
+from gradsync.communicator.collective import Collective, InlineWork, waited_here
 from gradsync.communicator.logs import LOGGER, VARIABLE, configure_logging
 from gradsync.errors import ConfigurationError
 from tests.ranks import Ranks, ThreadRanks, pool_of
@@ -40,7 +40,7 @@ def test_what_a_thread_has_waited_ends_with_it() -> None:
         first = waited_here()
         # One is alone, and waits all the same.
         collective = Collective(wire, "all_reduce", "sum", 1, torch.float32)
-        collective.work = OnTheSpot(lambda: time.sleep(0.001))
+        collective.work = InlineWork(lambda: time.sleep(0.001))
         collective.wait()
         seen.append((first, waited_here()))
 

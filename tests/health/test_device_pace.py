@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.health.watch import pace as pace_module
-from gradsync.health.watch.pace import (
+from gradsync.health.watch import pace_meter
+from gradsync.health.watch.pace_meter import (
     MOST_APART,
     MOST_WAITS,
     MOST_WINDOWS,
@@ -32,7 +32,7 @@ from gradsync.health.watch.stragglers import LENGTHS
 @pytest.fixture(autouse=True)
 def _all_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     """However short they are for the host."""
-    monkeypatch.setattr(pace_module, "SHORTEST_SECONDS", 0.0)
+    monkeypatch.setattr(pace_meter, "SHORTEST_SECONDS", 0.0)
 
 
 @dataclass(eq=False)
@@ -97,7 +97,7 @@ def marked(meter: DevicePaceMeter, device: Device, windows: int) -> list[int]:
 
 def test_short_windows_are_not_all_marked_and_on_all_ranks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(pace_module, "SHORTEST_SECONDS", SHORTEST_SECONDS)
+    monkeypatch.setattr(pace_meter, "SHORTEST_SECONDS", SHORTEST_SECONDS)
     monkeypatch.setattr(time, "perf_counter", lambda: now)
 
     class Rank(DevicePaceMeter):
@@ -140,7 +140,7 @@ def test_who_was_slow_once_is_told_of_without_a_gap(monkeypatch: pytest.MonkeyPa
     device.window(meter, 10.0, 2.0)
     device.window(meter, 10.0, 2.0)
     monkeypatch.setattr(meter, "seconds", 0.0)
-    monkeypatch.setattr(pace_module, "SHORTEST_SECONDS", 1e9)
+    monkeypatch.setattr(pace_meter, "SHORTEST_SECONDS", 1e9)
     for _ in range(2 * MOST_APART):
         device.window(meter, 20.0, 2.0)
         device.now = device.queued

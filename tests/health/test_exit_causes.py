@@ -227,11 +227,11 @@ def test_the_line_is_that_of_the_script_and_not_of_a_library() -> None:
 
 def test_calls_of_exit_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "exit", sys.exit)
-    monkeypatch.setattr(exit_causes, "_noted", [])
-    exit_causes.note_exits()
+    monkeypatch.setattr(exit_causes, "_recorded", [])
+    exit_causes.patch_sys_exit()
     with pytest.raises(SystemExit) as caught:
         sys.exit("no data")
     assert caught.value.code == "no data"
-    assert re.fullmatch(r"sys\.exit\('no data'\) in line \d+ of .*test_exit_causes\.py", exit_causes.noted_exit())
+    assert re.fullmatch(r"sys\.exit\('no data'\) in line \d+ of .*test_exit_causes\.py", exit_causes.recorded_exit())
     exit_causes.forget_exit()
-    assert exit_causes.noted_exit() == ""
+    assert exit_causes.recorded_exit() == ""

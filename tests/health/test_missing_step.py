@@ -9,7 +9,7 @@ import torch
 from gradsync import DistributedDataParallel, MismatchError, OverlappedOptimizer, ShardedOptimizer
 from gradsync.communicator.checks import collectives_differ, missing_step
 from gradsync.health.watch.detector import Suspect
-from gradsync.health.watch.messages import suspected
+from gradsync.health.watch.messages import suspect_text
 from tests.health.test_watch import MEMBERS, stands
 from tests.ranks import pool_of
 from tests.wires import fresh_wire
@@ -75,7 +75,7 @@ def test_the_watch_names_the_step_where_ranks_wait_in_one_and_the_same_collectiv
         what=f"collective {number} (all_gather of 4 × torch.float32)",
         status=stands(12, waits=12),
     )
-    said = suspected(MEMBERS, suspect, is_here=False)
+    said = suspect_text(MEMBERS, suspect, is_here=False)
     is_named = "rank 0 called step() (all_gather), and rank 1 went on without it (all_reduce)" in said
     assert is_named == (number == 12)
     assert is_named or said.endswith("All ranks must run the same collectives in the same order")

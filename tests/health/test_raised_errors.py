@@ -22,7 +22,7 @@ from gradsync.base.files import from_json
 from gradsync.errors import PeerFailedError
 from gradsync.health.watch import exit_causes, set_up
 from gradsync.health.watch.detector import RaisedError, Suspect
-from gradsync.health.watch.messages import described, raised_error, suspected
+from gradsync.health.watch.messages import error_text, raised_error, suspect_text
 from tests.health.test_watch import MEMBERS, hear_all, judge_of, stands
 from tests.health.test_watch_ranks import Heard, Training
 from tests.ranks import RankPool
@@ -72,7 +72,7 @@ def test_an_error_is_forgotten_when_the_rank_goes_on() -> None:
     hear_all(detector, 106.0, stands(13, waits=13, seconds=6.0), stands(12), stands(12))
     (suspect, _) = detector.suspects(106.0)
     assert suspect.raised == "raised ValueError: no luck in its forward"
-    assert "It raised ValueError: no luck in its forward, and has not gone on since" in suspected(
+    assert "It raised ValueError: no luck in its forward, and has not gone on since" in suspect_text(
         MEMBERS, suspect, is_here=False
     )
     assert from_json(Suspect, json.loads(json.dumps(dataclasses.asdict(suspect)))) == suspect
@@ -81,9 +81,9 @@ def test_an_error_is_forgotten_when_the_rank_goes_on() -> None:
 
 
 def test_an_error_says_what_it_is_in_a_line() -> None:
-    assert described(ValueError("no luck"), "its forward") == "raised ValueError: no luck in its forward"
-    assert described(KeyboardInterrupt()) == "raised KeyboardInterrupt"
-    assert len(described(ValueError("x" * 10_000))) <= 300
+    assert error_text(ValueError("no luck"), "its forward") == "raised ValueError: no luck in its forward"
+    assert error_text(KeyboardInterrupt()) == "raised KeyboardInterrupt"
+    assert len(error_text(ValueError("x" * 10_000))) <= 300
 
 
 # -- over real ranks --------------------------------------------------------------------------------------------------

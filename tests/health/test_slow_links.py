@@ -28,8 +28,8 @@ from gradsync.health.watch.links import (
     read_sent,
 )
 from gradsync.health.watch.messages import Member, slow_link
-from gradsync.health.watch.pace import Pace
-from gradsync.health.watch.pacing import PaceDetector
+from gradsync.health.watch.pace_meter import Pace
+from gradsync.health.watch.pace_reports import PaceDetector
 from gradsync.lab import Lab, LabPlan, Rate, fork_ranks
 from tests.tools.test_lab import needs_lab
 

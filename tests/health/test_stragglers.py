@@ -21,10 +21,10 @@ import gradsync
 from gradsync.communicator import choose_communicator
 from gradsync.communicator.collective import waited_here
 from gradsync.health.watch import leave_watch
-from gradsync.health.watch import straggling as said_so_far
-from gradsync.health.watch.messages import Member, slow_communication, straggling
-from gradsync.health.watch.pace import MOST_WINDOWS, NO_PACE, Pace, PaceMeter, read_pace
-from gradsync.health.watch.pacing import LONGEST_SECONDS, SHORTEST_SECONDS, PaceDetector, PaceReporter, Pacing
+from gradsync.health.watch import slowness_warnings as said_so_far
+from gradsync.health.watch.messages import Member, slow_communication, straggler_text
+from gradsync.health.watch.pace_meter import MOST_WINDOWS, NO_PACE, Pace, PaceMeter, read_pace
+from gradsync.health.watch.pace_reports import LONGEST_SECONDS, SHORTEST_SECONDS, PaceDetector, PaceReporter, Pacing
 from gradsync.health.watch.rounds import Round, Rounds, against_the_others, median
 from gradsync.health.watch.status import Sampler
 from gradsync.health.watch.stragglers import (
@@ -93,7 +93,7 @@ def test_a_rank_is_named_and_again_ever_more_seldom() -> None:
         assert detector.warnings(0.0) == []
     detector.add(told(10, owns))
     (verdict,) = detector.warnings(0.0)
-    assert straggling(MEMBERS, verdict) == (
+    assert straggler_text(MEMBERS, verdict) == (
         "rank 3 (process 103 on b) computes 18% longer than the median of the others (142 against 120 ms a window, "
         "data and update included), who all wait for it. It waits 4 ms for communication itself"
     )
@@ -114,7 +114,7 @@ def test_over_is_said_once_and_a_moment_makes_patient() -> None:
     assert [(verdict.member, verdict.is_over) for _, verdict in said] == [(1, False)]
     said = judged(detector, equal(2, 0.0), range(41, 81))
     assert [verdict.is_over for _, verdict in said] == [True]
-    assert "computes no longer than the others any more" in straggling(MEMBERS[:2], said[0][1])
+    assert "computes no longer than the others any more" in straggler_text(MEMBERS[:2], said[0][1])
     # It was so for a few windows only: next time twice as many are wanted.
     said = judged(detector, slowed(equal(2, 0.0), 1, 0.5, since=300), range(81, 360))
     assert [(window > 310, verdict.is_over) for window, verdict in said] == [(True, False)]

@@ -28,8 +28,8 @@ from gradsync.health.watch import dump
 from gradsync.health.watch.agent import Agent, Plan
 from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, Suspect, at_odds, roots
 from gradsync.health.watch.guards import GRACE_SECONDS, Guards
-from gradsync.health.watch.messages import Member, ended, sort_key, suspected
-from gradsync.health.watch.pace import PaceMeter
+from gradsync.health.watch.messages import Member, exit_text, sort_key, suspect_text
+from gradsync.health.watch.pace_meter import PaceMeter
 from gradsync.health.watch.protocol import HUB, LARGEST, Frames, Line, ProtocolError, pack
 from gradsync.health.watch.status import UNKNOWN, Position, RankStatus, Sampler, Wait
 from gradsync.tools.cli.main import app
@@ -183,14 +183,14 @@ def test_causes_are_told_before_consequences() -> None:
 
 def test_words_say_who_where_and_what_to_do() -> None:
     status = stands(12, waits=12, progress="2 of 5 buckets started")
-    said = ended(MEMBERS, ExitRecord(member=1, left=False, words="is gone", at=0.0, status=status, age=0.4))
+    said = exit_text(MEMBERS, ExitRecord(member=1, left=False, words="is gone", at=0.0, status=status, age=0.4))
     assert said.startswith("rank 1 (process 101 on here) is gone at ")
     assert "0.4 s before it was in window 8, synchronizing (2 of 5 buckets started), waiting in collective 12" in said
     assert "Start all ranks again" in said
     suspect = Suspect(
         member=1, kind="behind", seconds=5.2, waiters=(0, 2, 3), what="collective 13 (all_reduce)", status=stands(12)
     )
-    said = suspected(MEMBERS, suspect, is_here=False)
+    said = suspect_text(MEMBERS, suspect, is_here=False)
     assert "rank 1 (process 101 on here) keeps others waiting for 5 s: rank 0, rank 2 and rank 3 wait in" in said
 
 
@@ -204,8 +204,8 @@ def test_what_the_kernel_says_of_a_stopped_process_is_said() -> None:
         os.waitpid(child, os.WUNTRACED)
         members = (MEMBERS[0], Member(rank=1, host="here", process=child))
         silent = Suspect(member=1, kind="silent", seconds=6.0, waiters=(0,), what="x", status=stands())
-        assert "Its process is stopped (SIGSTOP, or Ctrl-Z)" in suspected(members, silent, is_here=True)
-        assert "It is stopped, its link is cut, or" in suspected(members, silent, is_here=False)
+        assert "Its process is stopped (SIGSTOP, or Ctrl-Z)" in suspect_text(members, silent, is_here=True)
+        assert "It is stopped, its link is cut, or" in suspect_text(members, silent, is_here=False)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -240,20 +240,20 @@ def test_a_sampler_sees_waits_and_how_long_nothing_has_changed() -> None:
     sampler = Sampler(lambda: guards.states)
     sampler.add(first)
     sampler.add(second)
-    assert sampler.look(10.0).windows == 1, "the one that is at work"
+    assert sampler.sample(10.0).windows == 1, "the one that is at work"
     second.busy = False
-    assert sampler.look(20.0).windows == 3
+    assert sampler.sample(20.0).windows == 3
     wire.all_reduce(torch.ones(1)).wait()
-    assert sampler.look(30.0).started == (1,)
-    assert sampler.look(34.0).seconds == pytest.approx(4.0)
+    assert sampler.sample(30.0).started == (1,)
+    assert sampler.sample(34.0).seconds == pytest.approx(4.0)
     collective = Collective(wire, "all_reduce", "sum", 3, torch.float32)
     collective.place = 2
     wire.state.waits[collective] = 35.0
-    (wait,) = sampler.look(37.5).waits
+    (wait,) = sampler.sample(37.5).waits
     assert (wait.communicator, wait.place, wait.seconds) == (0, 2, 2.5)
     assert "all_reduce sum of 3" in wait.what
     first.fails = second.fails = True
-    assert sampler.look(40.0).phase == "idle", "whatever cannot be seen now is looked at again later"
+    assert sampler.sample(40.0).phase == "idle", "whatever cannot be seen now is looked at again later"
     del first, second
     assert sampler.models == []
 
@@ -283,7 +283,7 @@ def test_whatever_is_read_as_a_standing_does_no_harm(told: Any) -> None:
     assert from_json(RankStatus, json.loads(json.dumps(dataclasses.asdict(status)))) == status
     detector = judge_of(stands(12, waits=12, seconds=9.0), status)
     for each in detector.suspects(110.0):
-        suspected(MEMBERS, each, is_here=False)
+        suspect_text(MEMBERS, each, is_here=False)
 
 
 def hear(told: list[Any]) -> tuple[list[Any], dict[int, Any]]:
@@ -474,7 +474,7 @@ def watch_that_fails() -> tuple[list[dict[str, Any]], str]:
         def fail(now: float) -> RankStatus:
             raise ZeroDivisionError("unforeseen")
 
-        hub.agent.sampler.look = fail  # type: ignore[method-assign]
+        hub.agent.sampler.sample = fail  # type: ignore[method-assign]
         assert until(lambda: not hub.agent._thread.is_alive())
         line.connection.settimeout(5.0)
         messages = []
@@ -594,6 +594,6 @@ def test_a_line_whose_way_is_broken_is_not_closed() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         line = Line(ours)
-        line._note(OSError(110, "Connection timed out"))
+        line._record_end(OSError(110, "Connection timed out"))
         assert line.end == "broken"
         line.close()

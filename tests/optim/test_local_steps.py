@@ -18,7 +18,7 @@ import gradsync
 from gradsync import ConfigurationError, LocalSteps, MismatchError, MisuseError, PeerFailedError
 from gradsync.communicator import Communicator, Handle, choose_communicator
 from gradsync.core.bucket import Bucket
-from gradsync.optim.local_steps import exchange
+from gradsync.optim.local_steps import tensor_exchange
 from gradsync.optim.local_steps.arguments import Settings, cut
 from gradsync.reduction import ErrorFeedback, Mean, Quantize, ScatteredMean
 from gradsync.testing import run_ranks
@@ -436,7 +436,7 @@ class _LosesOne(Mean):
 
 
 def test_no_parameter_is_written_before_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "CAP", 0)
+    monkeypatch.setattr(tensor_exchange, "CAP", 0)
 
     def work() -> tuple[bool, tuple[bool, ...]]:
         rank, reduction = choose_communicator().rank, _LosesOne()

@@ -159,7 +159,7 @@ class Accelerator(Saving, Compatibility):
         return (_made_again, (self._arguments, self.world))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Accelerator":
-        """As in Accelerate the accelerator itself: a copied model or trainer goes on with it."""
+        """Return the accelerator itself, as in Accelerate: a copied model or trainer goes on with it."""
         return self
 
     def __repr__(self) -> str:
@@ -211,15 +211,15 @@ class Accelerator(Saving, Compatibility):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """One model: moved, run under autocast, connected to the engine (not in ``evaluation_mode``)."""
+        """Prepare one model: moved, run under autocast, connected to the engine (not in ``evaluation_mode``)."""
         place = self.device_placement if device_placement is None else device_placement
         return self.models.prepare(model, place=place, evaluation_mode=evaluation_mode)
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> PreparedDataLoader | NumberedWindows:
-        """One loader: every process gets its share of the batches, on its device; elastic ones by the number of a
-        window."""
+        """Prepare one loader: every process gets its share of the batches, on its device; elastic ones by the number of
+        a window."""
         if slice_fn_for_dispatch is not None:
             raise ConfigurationError(
                 "slice_fn_for_dispatch is not supported: batches are cut along their first dimension. Pass "
@@ -244,7 +244,8 @@ class Accelerator(Saving, Compatibility):
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """One optimizer, which steps only at the end of a window. Its state is on the device of its parameters."""
+        """Prepare one optimizer. It steps only at the end of a window, and its state is on the device of its
+        parameters."""
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         refuse_prepared(optimizer, [each for prepared in self.prepared.optimizers for each in prepared.originals])
@@ -255,7 +256,7 @@ class Accelerator(Saving, Compatibility):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """One scheduler, which moves when its optimizer has stepped, as far as the plugin says."""
+        """Prepare one scheduler, which moves when its optimizer has stepped, as far as the plugin says."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         refuse_prepared(scheduler, [prepared.scheduler for prepared in self.prepared.schedulers])
@@ -294,7 +295,7 @@ class Accelerator(Saving, Compatibility):
         self.windows.num_steps = steps
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """One micro-batch of these models. The last of a window synchronizes; optimizers and schedulers act there."""
+        """Run a micro-batch of these models. The last of a window synchronizes; optimizers and schedulers act there."""
         if not models:
             raise ConfigurationError("accumulate() needs the models that accumulate, as in accumulate(model)")
         return self.windows.micro_batch([self.models.attachment_of(model) for model in models])

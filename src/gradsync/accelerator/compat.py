@@ -83,7 +83,7 @@ class Compatibility(ProcessControl):
 
     @property
     def even_batches(self) -> bool:
-        """Of loaders that will be prepared; see :class:`DataLoaderConfiguration`."""
+        """The ``even_batches`` of loaders that will be prepared; see :class:`DataLoaderConfiguration`."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter

@@ -102,7 +102,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Elsewhere it is distributed among the ranks that are found there, and continues at the same batch."""
+        """Pickle it: elsewhere it is distributed among the ranks found there, and continues at the same batch."""
         made = (self.base_dataloader, self.device, self.configuration, self.alone)
         return (_distributed_again, made, (self.state_dict(), self._order.seed, self._skip))
 
@@ -217,7 +217,8 @@ class PreparedDataLoader(DataLoader[Any]):
     # -- epochs ----------------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Set it on batch sampler, sampler and dataset, where they have it. A position loaded for another is lost."""
+        """Set the epoch on batch sampler, sampler and dataset, where they have one. A position loaded for another is
+        lost."""
         if self._resume is not None and self._resume.epoch != epoch:
             self._resume = None
         self.iteration = epoch
@@ -237,7 +238,7 @@ class PreparedDataLoader(DataLoader[Any]):
             self._order.set_states(self._resume.generator)
 
     def skipping(self, batches: int) -> "PreparedDataLoader":
-        """See :func:`~gradsync.accelerator.data_loader.skip_first_batches`."""
+        """The loader without its first batches; see :func:`~gradsync.accelerator.data_loader.skip_first_batches`."""
         loader = PreparedDataLoader(
             self.base_dataloader,
             None if self.alone else self.communicator,

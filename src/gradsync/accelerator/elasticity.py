@@ -29,7 +29,7 @@ from gradsync.accelerator.numbered_windows import NumberedWindows
 from gradsync.accelerator.saving import Prepared, heal
 from gradsync.accelerator.world import ProcessControl, agree_on_backend, finalize_at_exit
 from gradsync.base.errors import BadStepError, ConfigurationError, GradsyncError, MisuseError, PeerFailedError
-from gradsync.communicator.logs import listed
+from gradsync.communicator.logs import join_names
 from gradsync.health.elastic import Elastic, ElasticMember, Generation, MeetingPlace, Membership, MemberStatus, meet
 
 __all__ = ["Elasticity", "refuse_beside_elastic"]
@@ -44,7 +44,7 @@ MEETINGS = 20
 
 
 def refuse_nccl(backend: str) -> str:
-    """``backend``, if the other ranks of its groups survive that one is lost. The same on all ranks."""
+    """Return ``backend`` if the other ranks of its groups survive the loss of one, or refuse. The same on all ranks."""
     if "nccl" not in backend:
         return backend
     raise ConfigurationError(
@@ -106,7 +106,7 @@ class Elasticity:
         self._listeners.append(listener)
 
     def attempts(self, steps: int) -> "Iterator[AbstractContextManager[int]]":
-        """One for each window until ``steps`` of them are behind, and more where ranks were lost. Collective.
+        """An attempt at each window until ``steps`` of them are behind, and more where ranks were lost. Collective.
 
         An attempt is a context that gives the number of the window: it is done by all who take part, or by none.
         """
@@ -313,7 +313,7 @@ class Elasticity:
             time.sleep(AGAIN_SECONDS)
 
     def _are_enough(self, members: Sequence[ElasticMember]) -> bool:
-        """Depends only on what all ranks know, so that all continue, or all ask again."""
+        """Whether there are enough ranks: by what all of them know, so that all continue, or all ask again."""
         if any(member.status.generation for member in members):
             return len(members) >= self._settings.min_ranks
         wanted = self._settings.ranks or self._launched.world_size
@@ -363,13 +363,13 @@ class Elasticity:
                 len(generation.members),
                 generation.newest_step,
                 seconds,
-                f", without {listed(missing)}" if missing else "",
-                f" ({listed(healed)} took the state of rank 0)" if healed else "",
+                f", without {join_names(missing)}" if missing else "",
+                f" ({join_names(healed)} took the state of rank 0)" if healed else "",
                 f". Before: {self._lost}" if self._lost else "",
             )
         self._lost, self._former = "", generation.members
 
 
 def _first_line(error: BaseException) -> str:
-    """Without the C++ frames that torch adds to errors of a store."""
+    """The first line of an error, without the C++ frames that torch adds to errors of a store."""
     return str(error).partition("\n")[0]

@@ -82,7 +82,7 @@ class EpochOrder:
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
     def states(self) -> str:
-        """Those of the generators that make the order, as text."""
+        """The states of the generators that make the order, as text."""
         return base64.b64encode(b"".join(bytes(each.get_state().tolist()) for each in self._shared)).decode()
 
     def set_states(self, states: str | None) -> None:

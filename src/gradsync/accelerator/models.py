@@ -78,7 +78,7 @@ class LossScaler:
         return self.scaler.step(optimizer, **options)
 
     def finalize(self) -> None:
-        """After a step: let the scale grow or shrink at once, if no gradients of the old scale are around."""
+        """Let the scale grow or shrink right after a step, if no gradients of the old scale are around."""
         waiting = (WindowState.UNSYNCHRONIZED, WindowState.SYNCHRONIZED)
         if self._stepped and not any(each.window.state in waiting for each in self.synchronizers()):
             self._update()
@@ -160,7 +160,7 @@ class PreparedDistributedDataParallel(DistributedDataParallel):
     local_training: LocalTraining
 
     def _get_name(self) -> str:
-        """Printed as what it stands for."""
+        """The name of the class that it stands for, to print."""
         return "DistributedDataParallel"
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -217,7 +217,7 @@ class PreparedModels:
 
     @property
     def _fresh_policy(self) -> dict[str, SyncPolicy]:
-        """Where ranks may come and go, reductions keep no state of an earlier generation: new ranks do not have it."""
+        """The policy with a new reduction where ranks come and go: new ones have no state of an earlier generation."""
         policy = self._options.get("policy")
         if not self._world.is_elastic or policy is None:
             return {}

@@ -62,7 +62,7 @@ class NumberedWindows:
 
     @property
     def windows_per_epoch(self) -> float:
-        """Not an integer in general."""
+        """How many windows an epoch has, which is not an integer in general."""
         return self._samples / self.size
 
     @property

@@ -211,7 +211,7 @@ def _completed(state: GradientState) -> bool:
 
 
 def _of_any_length(communicator: Communicator, tensor: torch.Tensor, repeated: bool) -> torch.Tensor:
-    """One after the other along the first dimension, however long each is."""
+    """The tensors of all ranks, one after the other along the first dimension, however long each is."""
     if tensor.dim() == 0:
         tensor = tensor.unsqueeze(0)
     kept = tensor[:0] if repeated else tensor
@@ -333,7 +333,7 @@ def _reduce_one(communicator: Communicator, tensor: torch.Tensor, reduction: str
 
 
 def _summed_in(tensor: torch.Tensor) -> torch.dtype:
-    """Wide enough not to lose anything on the way, and known to every backend."""
+    """The dtype to sum in: wide enough not to lose anything on the way, and known to every backend."""
     if not (tensor.is_complex() or tensor.is_floating_point()):
         return torch.int64
     least = torch.complex64 if tensor.is_complex() else torch.float32
@@ -361,7 +361,7 @@ def _shape_and_dtype(tensor: torch.Tensor) -> str:
 def _agree(
     communicator: Communicator, call: str, tree: Any, describe: Callable[[torch.Tensor], str], advice: str
 ) -> list[torch.Tensor]:
-    """All tensors. Raises on every rank unless all make the same call with alike tensors and nothing but tensors."""
+    """The tensors of a call. Raises on every rank unless all make the same call, with alike tensors and no others."""
     leaves = leaves_of(tree)
     described = [("call", call)]
     described += [(path, describe(leaf) if _is_dense(leaf) else _kind(leaf)) for path, leaf in leaves]

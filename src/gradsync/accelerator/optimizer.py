@@ -24,7 +24,7 @@ Overlap = Literal["backward", "next-forward", "auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class Overlapping:
-    """``shard_optimizer`` and ``overlap`` of an accelerator."""
+    """The settings ``shard_optimizer`` and ``overlap`` of an accelerator."""
 
     shards: bool = False
     overlap: Overlap | None = None
@@ -39,7 +39,7 @@ class Overlapping:
             )
 
     def apply(self, optimizer: Optimizer, models: Sequence[Accumulation]) -> Optimizer:
-        """``optimizer`` of one of ``models``, as it was asked for."""
+        """The ``optimizer`` of one of ``models``, sharded or overlapped as it was asked for."""
         mode: Mode = "auto" if self.overlap == "auto" else "next-forward"
         if isinstance(optimizer, BucketOptimizer) or not (self.shards or self.overlap in ("next-forward", "auto")):
             return optimizer
@@ -102,7 +102,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def synchronizers(self) -> list[Synchronizer]:
-        """Those that average the gradients of the optimizer's parameters."""
+        """The synchronizers that average the gradients of the optimizer's parameters."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         found = {id(each): each for each in map(synchronizer_of, parameters) if each is not None}
         return list(found.values())
@@ -113,7 +113,7 @@ class PreparedOptimizer(Optimizer):
         return self._windows is None or self._windows.end_for(self.synchronizers)
 
     def shared_state(self) -> Any:
-        """:meth:`state_dict`, on rank 0; elsewhere None where the state is shared out. Collective."""
+        """The :meth:`state_dict`, on rank 0; elsewhere None where the state is shared out. Collective."""
         if not isinstance(self.optimizer, ShardedOptimizer):
             return self.optimizer.state_dict()
         self.optimizer.consolidate(to=0)

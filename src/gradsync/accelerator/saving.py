@@ -369,7 +369,7 @@ class Saving(ProcessControl):
 
 
 def _unshared(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the further names of a tensor that has several: the format knows each tensor once, models tie them."""
+    """The state with one name a tensor, if it has several: the format knows each tensor once, models tie them."""
     found: dict[Any, str] = {}
     for name, tensor in state.items():
         found.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name, name)

@@ -49,14 +49,14 @@ CHOICES = {
 
 
 def require_steps(name: str, steps: object) -> None:
-    """``name``: the argument through which the caller passed the number."""
+    """Refuse a number of steps below 1. ``name``: the argument through which the caller passed it."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigurationError(f"{name} must be a whole number of at least 1, got {steps!r}")
 
 
 @dataclass(frozen=True)
 class GradientAccumulationPlugin:
-    """How micro-batches become windows.
+    """Settings for how micro-batches become windows.
 
     num_steps
         micro-batches per window.
@@ -101,7 +101,7 @@ class GradientAccumulationPlugin:
 
 @dataclass(frozen=True)
 class DataLoaderConfiguration:
-    """How a prepared loader distributes batches among the ranks.
+    """Settings for how a prepared loader distributes batches among the ranks.
 
     split_batches
         the loader's batch size is that of all ranks together, and each rank takes its part of every batch.
@@ -130,7 +130,7 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Where a run keeps its files.
+    """Settings for where a run keeps its files.
 
     project_dir, logging_dir
         the folder of the run, and the folder of trackers that write files (default: ``project_dir``).
@@ -167,7 +167,7 @@ def adopted(kind: type[T], given: Any) -> T:
 
 @dataclass
 class DistributedDataParallelKwargs:
-    """For the wrapper of prepared models; see :class:`gradsync.DistributedDataParallel`.
+    """Arguments for the wrapper of prepared models; see :class:`gradsync.DistributedDataParallel`.
 
     ``policy`` goes beyond torch's arguments: a :class:`gradsync.SyncPolicy`. ``comm_hook`` names one of torch's
     communication hooks ("fp16", "bf16", "power_sgd", "batched_power_sgd"), ``comm_wrapper`` ("fp16", "bf16") the type
@@ -189,7 +189,7 @@ class DistributedDataParallelKwargs:
 
 @dataclass
 class GradScalerKwargs:
-    """For the scaler of ``mixed_precision="fp16"``; see ``torch.amp.GradScaler``."""
+    """Arguments for the scaler of ``mixed_precision="fp16"``; see ``torch.amp.GradScaler``."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -200,7 +200,7 @@ class GradScalerKwargs:
 
 @dataclass
 class AutocastKwargs:
-    """For autocast; see ``torch.autocast``."""
+    """Arguments for autocast; see ``torch.autocast``."""
 
     enabled: bool = True
     cache_enabled: bool | None = None
@@ -208,14 +208,14 @@ class AutocastKwargs:
 
 @dataclass
 class InitProcessGroupKwargs:
-    """For the process group, if the accelerator creates it."""
+    """Arguments for the process group, if the accelerator creates it."""
 
     timeout: timedelta | None = None
 
 
 @dataclass
 class ProfileKwargs:
-    """For ``accelerator.profile()``; see ``torch.profiler.profile``. Activities are "cpu" and "cuda"."""
+    """Arguments for ``accelerator.profile()``; see ``torch.profiler.profile``. Activities are "cpu" and "cuda"."""
 
     activities: Sequence[str] | None = None
     schedule_option: dict[str, int] | None = None
@@ -284,7 +284,7 @@ def checked_rng_types(rng_types: Sequence[Any] | None) -> list[str]:
 
 
 def chosen_plugin(steps: int, plugin: Any, launched: int | None) -> GradientAccumulationPlugin:
-    """From a plugin of either library, or from a number: the launcher's, as in Accelerate, or the argument's."""
+    """The plugin, from one of either library or from a number: the launcher's, as in Accelerate, or the argument's."""
     if plugin is None:
         if launched is None:
             require_steps("gradient_accumulation_steps", steps)
@@ -298,7 +298,7 @@ def chosen_plugin(steps: int, plugin: Any, launched: int | None) -> GradientAccu
 
 
 def chosen_loaders(configuration: Any, split: bool, even: bool, dispatch: bool | None) -> DataLoaderConfiguration:
-    """From a configuration of either library, or from single arguments."""
+    """The configuration of loaders, from one of either library or from single arguments."""
     if configuration is None:
         return DataLoaderConfiguration(split_batches=split, even_batches=even, dispatch_batches=dispatch)
     if split or not even or dispatch is not None:
@@ -309,7 +309,7 @@ def chosen_loaders(configuration: Any, split: bool, even: bool, dispatch: bool |
 
 
 def chosen_project(configuration: Any, project_dir: Any) -> ProjectConfiguration:
-    """From a configuration of either library, with ``project_dir`` where it has none."""
+    """The configuration of the project, from one of either library, with ``project_dir`` where it has none."""
     chosen = ProjectConfiguration() if configuration is None else adopted(ProjectConfiguration, configuration)
     if project_dir is not None and chosen.project_dir is None:
         chosen.project_dir = str(project_dir)

@@ -375,7 +375,7 @@ class Lookahead:
 
 
 def length_or_none(sized: Any) -> int | None:
-    """``len``, or None for what has no length."""
+    """The length, or None for what has none."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):

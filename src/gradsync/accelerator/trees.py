@@ -115,7 +115,7 @@ class UnsupportedTypeError(ConfigurationError, TypeError):
 
 
 def pack(value: Any, name: str = "value") -> bytes:
-    """``value`` as one message. Tensors are read from any device."""
+    """Pack ``value`` into one message. Tensors are read from any device."""
     tensors: Placed = []
     text = json.dumps(describe(value, tensors, name)).encode()
     payload = bytearray(end_of(tensors))
@@ -139,7 +139,7 @@ def write(tensors: Placed, payload: torch.Tensor) -> None:
 
 
 def end_of(tensors: Placed) -> int:
-    """Where the next tensor may begin."""
+    """The offset at which the next tensor may begin."""
     if not tensors:
         return 0
     offset, last = tensors[-1]
@@ -147,7 +147,7 @@ def end_of(tensors: Placed) -> int:
 
 
 def describe(value: Any, tensors: Placed, path: str) -> Any:
-    """How to build ``value``, as JSON; its tensors are appended to ``tensors``."""
+    """Describe as JSON how to build ``value``; its tensors are appended to ``tensors``."""
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
         tensors.append((end_of(tensors), value))
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), tensors[-1][0]]}

@@ -85,7 +85,7 @@ class LocalTraining:
 
     @contextmanager
     def around(self, synchronizer: Synchronizer) -> Iterator[None]:
-        """The model trains by itself in here."""
+        """A context in which the model trains by itself."""
         if id(synchronizer) in self._drifted:
             yield
             return
@@ -209,7 +209,7 @@ class ModelWindows:
         return last
 
     def warn_if_short(self) -> None:
-        """Before a backward without a weight: log, once, that Accelerate would divide this window by another number."""
+        """Log, once, before a backward without a weight, that Accelerate would divide this window by another number."""
         if self._odd_length is None or self._warned:
             return
         self._warned = True

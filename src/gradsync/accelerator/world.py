@@ -64,7 +64,7 @@ class DistributedType(StrEnum):
 
 
 class ProcessControl:
-    """All ranks, as seen from one: its rank, its device, and what only some ranks do."""
+    """What one rank sees of all: its rank, its device, and what only some ranks do."""
 
     def __init__(self, communicator: Communicator, device: torch.device, environment: ProcessEnvironment) -> None:
         self.communicator = communicator
@@ -151,7 +151,7 @@ class ProcessControl:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int = 0
     ) -> Callable[..., Any]:
-        """The same for one rank of every node."""
+        """A decorator for one rank of every node."""
         chosen = self.num_processes == 1 or self.local_process_index == local_process_index
         return functools.partial(_only_if, chosen) if function is None else _only_if(chosen, function)
 
@@ -245,7 +245,7 @@ class World(ProcessControl):
         return (self.environment, self.device, self.communicator.rank, self.communicator.world_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In the same process the same world; elsewhere the one that is found there."""
+        """Pickle it: in the same process it is the same world, elsewhere the one that is found there."""
         return (_living_or_connected, (self._key,))
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ from gradsync.communicator.choose import (
     fit_communicator,
     scattering_over,
 )
-from gradsync.communicator.collective import Collective, Finishing, Together
+from gradsync.communicator.collective import Collective, HandleGroup, HandleWithFinish
 from gradsync.communicator.hierarchical import HierarchicalCommunicator
 from gradsync.communicator.in_process import InProcessCommunicator, InProcessWorld
 from gradsync.communicator.logs import configure_logging
@@ -26,8 +26,9 @@ __all__ = [
     "Collective",
     "Communicator",
     "Counts",
-    "Finishing",
     "Handle",
+    "HandleGroup",
+    "HandleWithFinish",
     "HierarchicalCommunicator",
     "HostLayout",
     "InProcessCommunicator",
@@ -40,7 +41,6 @@ __all__ = [
     "SharedMemoryCommunicator",
     "Shares",
     "Stage",
-    "Together",
     "ambient_communicator",
     "choose_communicator",
     "find_topology",

@@ -35,7 +35,7 @@ SWEEP_SECONDS = 2e-3
 
 
 class _Sweeper:
-    """See [Note: lazy collectives]."""
+    """Wakes queues with lazy collectives that nobody has run. See [Note: lazy collectives]."""
 
     def __init__(self) -> None:
         self._queues: weakref.WeakKeyDictionary[_Queue, object | None] = weakref.WeakKeyDictionary()
@@ -105,7 +105,7 @@ _sweeper = _Sweeper()
 
 
 def _restart_sweeper() -> None:
-    """In a forked child, which has none of its parent's threads."""
+    """Start with a new sweeper in a forked child, which has none of its parent's threads."""
     global _sweeper
     _sweeper = _Sweeper()
 
@@ -114,7 +114,7 @@ os.register_at_fork(after_in_child=_restart_sweeper)
 
 
 def flush_lazy() -> None:
-    """Called before this thread sleeps in a collective: runs the lazy collectives that others have started."""
+    """Run the lazy collectives that others have started, before this thread sleeps in a collective."""
     if _sweeper._queues:
         _sweeper.flush_lazy()
 
@@ -130,7 +130,7 @@ class GivenUpError(Exception):
 
 
 def call_back(callback: Callable[[], None]) -> None:
-    """Errors in a callback are not the collective's, and must not end the thread."""
+    """Call ``callback``, and only log its errors: they are not the collective's, and must not end the thread."""
     try:
         callback()
     except Exception:
@@ -235,7 +235,7 @@ class _Queue:
         return bool(self._tasks) or self._running
 
     def place(self) -> Numbering | None:
-        """That of the stage that calls, if it is one."""
+        """The numbering of the stage that calls, if a stage does."""
         if self._stage_thread is not None and self._stage_thread == threading.get_ident():
             return self._stage_numbering
         return None
@@ -253,7 +253,7 @@ class _Queue:
         return task
 
     def first(self) -> Task | None:
-        """What comes next, unless somebody is at work here, who takes it along."""
+        """The task that comes next; None if somebody is at work here, who takes it along."""
         if self._running:
             return None
         try:
@@ -297,7 +297,7 @@ class _Queue:
             raise GivenUpError
 
     def serve(self) -> None:
-        """The thread's life."""
+        """Run tasks until the queue is closed: what the thread does all its life."""
         while True:
             self._timer.wait()
             if self._closed:
@@ -351,7 +351,7 @@ class Background:
         return self._queue.busy
 
     def place(self) -> Numbering | None:
-        """That of the running stage, if it is the one that asks."""
+        """The numbering of the running stage, if it is the one that asks."""
         return self._queue.place()
 
     def give_up(self) -> None:

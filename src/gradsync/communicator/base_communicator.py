@@ -29,7 +29,15 @@ from gradsync.communicator.checks import (
     check_summed,
     check_together,
 )
-from gradsync.communicator.collective import Allocation, Collective, Later, OnTheSpot, StageHandle, Work, again
+from gradsync.communicator.collective import (
+    Allocation,
+    Collective,
+    InlineWork,
+    QueuedWork,
+    StageHandle,
+    Work,
+    copy_failure,
+)
 from gradsync.communicator.logs import LOGGER, log_errors, rank_name
 from gradsync.communicator.shutdown import register
 from gradsync.communicator.transport_state import TransportState
@@ -81,7 +89,7 @@ class BaseCommunicator:
 
     @property
     def failure_flags(self) -> list[torch.Tensor]:
-        """Numbers in host memory of which one is not zero once there is a failure; see :attr:`TransportState.flag`."""
+        """Flags in host memory, of which one is not zero once there is a failure; see :attr:`TransportState.flag`."""
         return [self.state.flag]
 
     def averages(self, device: torch.device) -> bool:
@@ -198,7 +206,7 @@ class BaseCommunicator:
         return Background("gradsync stages")
 
     def _make_numbering(self, number: int | str) -> Numbering:
-        """Where the collectives of stage ``number`` are counted."""
+        """A numbering for the collectives of stage ``number``."""
         return Numbering(str(number))
 
     # -- starting -----------------------------------------------------------------------------------------------------
@@ -255,7 +263,7 @@ class BaseCommunicator:
         return collective
 
     def _issue_in_turn(self, queue: Background, start: Callable[[], Work], *, on_host: bool) -> Work:
-        """After the stages that are still to be run."""
+        """Have ``start`` begin the collective after the stages that are still to be run."""
         if not on_host:
             queue.start(lambda: None).wait()
             return start()
@@ -264,7 +272,7 @@ class BaseCommunicator:
             self._refuse_after_failure()
             return start()
 
-        return Later(queue, run)
+        return QueuedWork(queue, run)
 
     def _refused(self, collective: Collective, error: BaseException) -> BaseException:
         """What to raise for the error with which the start of ``collective`` ended."""
@@ -283,20 +291,20 @@ class BaseCommunicator:
         """Have ``run`` do on this thread what all ranks do together to share memory. It has a place among the
         collectives: the watch sees that this rank waits, and which rank has not come."""
         self._refuse_after_failure()
-        allocation, work = Allocation(self, numel, dtype), OnTheSpot(run)
+        allocation, work = Allocation(self, numel, dtype), InlineWork(run)
         allocation.place, allocation.work = self.state.next_place(), work
         allocation.wait()
         return work.result
 
     def start_stage(self, first: Handle, stage: Stage) -> Handle:
-        """:meth:`Handle.then` of this communicator's handles."""
+        """Start ``stage`` after ``first``: the :meth:`Handle.then` of this communicator's handles."""
         # One within another is run on the spot, and counts where that one does.
         is_inner = self._place() is not self._order
         handle = StageHandle(self, first)
         if self._logs:
             self._log_start(handle)
         own = None if is_inner else self._make_numbering(handle.number)
-        handle.work = Later(self._queue, lambda: handle.call(first, stage), own)
+        handle.work = QueuedWork(self._queue, lambda: handle.call(first, stage), own)
         if self._logs:
             self._log_end(handle)
         return handle
@@ -311,7 +319,7 @@ class BaseCommunicator:
         return self._background
 
     def _place(self) -> Numbering:
-        """Where the next collective is counted: in the stage that starts it, or with all others."""
+        """The numbering that counts the next collective: that of the stage that starts it, or that of all others."""
         place = None if self._background is None else self._background.place()
         return self._order if place is None else place
 
@@ -327,13 +335,13 @@ class BaseCommunicator:
         failure, own = self.failure, isinstance(collective, StageHandle) and not isinstance(error, GivenUpError)
         if failure is not None and not own and isinstance(error, Exception):
             # It may be that of a communicator below this one, which sticks to this one, too.
-            detailed = self._with_details(failure)
+            detailed = self._add_watch_details(failure)
             self._fail(detailed)
-            return again(self.state.failure or detailed)
-        explained = error if own else self._with_details(self._in_words(collective, error))
+            return copy_failure(self.state.failure or detailed)
+        explained = error if own else self._add_watch_details(self._translate_error(collective, error))
         if self.state.failure is not None and not own and isinstance(error, Exception):
             # It was lost in another thread meanwhile, which knows the cause.
-            return again(self.state.failure)
+            return copy_failure(self.state.failure)
         lost = explained
         if not isinstance(lost, GradsyncError):
             message = f"rank {self.rank} failed in {collective.describe()}: {type(error).__name__}: {error}"
@@ -343,8 +351,8 @@ class BaseCommunicator:
             self._tell_once(str(lost))
         return explained
 
-    def _with_details(self, error: E) -> E:
-        """With what the watch knows of the other ranks, if this is the first failure."""
+    def _add_watch_details(self, error: E) -> E:
+        """The ``error`` with what the watch knows of the other ranks in its message, if this is the first failure."""
         complete_message = self.state.complete_message
         if complete_message is None or self.state.failure is not None or not isinstance(error, CommunicatorLostError):
             return error
@@ -352,8 +360,8 @@ class BaseCommunicator:
         detailed.__cause__ = error.__cause__
         return detailed
 
-    def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
-        """``error`` as a GradsyncError, where this communicator knows what it means."""
+    def _translate_error(self, collective: Collective, error: BaseException) -> BaseException:
+        """Turn an ``error`` of the transport into a GradsyncError that explains it; return any other as it is."""
         return error
 
     def _fail(self, failure: GradsyncError) -> None:
@@ -362,7 +370,7 @@ class BaseCommunicator:
             self._background.give_up()
 
     def after_fork(self) -> None:
-        """In a forked child: the communicator belongs to the parent, which must not notice the child's copy of it.
+        """Break this copy in a forked child: the communicator belongs to the parent, which must not notice the copy.
 
         A rank that is alone has no peers, and continues in the child.
         """
@@ -377,7 +385,7 @@ class BaseCommunicator:
         )
 
     def shutdown(self, seconds: float) -> None:
-        """At process exit: stops this communicator's threads. See shutdown.py."""
+        """Stop this communicator's threads at process exit. See shutdown.py."""
         if self._is_forked or self._background is None:
             return
         if self._background.busy:
@@ -393,7 +401,7 @@ class BaseCommunicator:
     def _refuse_after_failure(self) -> None:
         failure = self.state.failure
         if failure is not None:
-            raise again(failure)
+            raise copy_failure(failure)
 
     # -- logs ---------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import torch
 
 from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.communicator.base import Counts, ReduceOp
-from gradsync.communicator.logs import listed
+from gradsync.communicator.logs import join_names
 
 __all__ = [
     "SUMMED_BY_TORCH",
@@ -40,7 +40,7 @@ def check_dense(kind: str, tensor: torch.Tensor) -> None:
 
 
 def check_summed(kind: str, tensor: torch.Tensor, summed: frozenset[torch.dtype]) -> None:
-    """``summed`` are the dtypes that the communicator adds up. Others it can only move."""
+    """Refuse to reduce a dtype that is not in ``summed``: those the communicator adds up. Others it can only move."""
     if kind in REDUCING and tensor.dtype not in summed:
         raise ConfigurationError(f"{kind}: this communicator cannot add up {tensor.dtype}. Convert it before")
 
@@ -72,14 +72,14 @@ def missing_step(started: Mapping[str, str]) -> str:
     if not gather or not reduce:
         return ""
     return (
-        f"With a ShardedOptimizer or OverlappedOptimizer: {listed(gather)} called step() (all_gather), and "
-        f"{listed(list(reduce))} went on without it ({next(iter(reduce.values()))}). Call step() on every rank in each "
-        "window, also on one that has no batch or leaves out its loss"
+        f"With a ShardedOptimizer or OverlappedOptimizer: {join_names(gather)} called step() (all_gather), and "
+        f"{join_names(list(reduce))} went on without it ({next(iter(reduce.values()))}). Call step() on every rank in "
+        "each window, also on one that has no batch or leaves out its loss"
     )
 
 
 def check_operation(op: ReduceOp, dtype: torch.dtype) -> None:
-    """Nothing to do for a sum, the only operation on the path of backward."""
+    """Refuse operations that do not exist or do not suit ``dtype``; a sum, as in backward, costs nothing."""
     if op == "sum":
         return
     if op not in OPERATIONS:
@@ -96,7 +96,7 @@ def check_source(source: int, world_size: int) -> None:
 
 
 def check_together(kind: str, output: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Two tensors of one collective: dense, each in one piece of memory, of one dtype and on one device."""
+    """Refuse two tensors of one collective unless they are dense, contiguous, of one dtype and on one device."""
     for name, each in (("output", output), ("tensor", tensor)):
         check_dense(kind, each)
         if not each.is_contiguous():

@@ -53,7 +53,8 @@ def ambient_communicator(communicator: Communicator) -> Iterator[None]:
 
 
 def choose_communicator(group: Any = None) -> Communicator:
-    """``group`` may be a communicator, a process group, or None: the ambient communicator, else the default group."""
+    """The communicator for ``group``: a communicator, a process group, or None, the ambient one or the default
+    group."""
     if hasattr(group, "all_reduce"):
         # Not by isinstance(): from Python 3.12 on it does not see what an object passes on to another one.
         missing = sorted(name for name in _MEMBERS if not hasattr(group, name))
@@ -105,7 +106,7 @@ class Choice:
 
     @classmethod
     def given(cls, communicator: Communicator) -> "Choice":
-        """There was nothing to choose."""
+        """The choice of a communicator that was given, so that there was nothing to choose."""
         return cls(communicator=communicator, reason="it was given")
 
 

@@ -21,14 +21,14 @@ __all__ = [
     "DONE",
     "Allocation",
     "Collective",
-    "Finishing",
-    "Later",
-    "OnTheSpot",
+    "HandleGroup",
+    "HandleWithFinish",
+    "InlineWork",
+    "QueuedWork",
     "StageHandle",
-    "Together",
     "Work",
     "add_waited",
-    "again",
+    "copy_failure",
     "is_waiting_here",
     "waited_here",
 ]
@@ -72,10 +72,10 @@ class Work(Protocol):
         """Return when it is done, or raise."""
 
     def done(self) -> bool:
-        """Whether it is."""
+        """Whether the work is done."""
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when it is, or now."""
+        """Call ``callback`` when the work is done, or now if it is."""
 
 
 class Owner(Protocol):
@@ -88,10 +88,10 @@ class Owner(Protocol):
         """The exception to raise for ``error``, which is the communicator's failure from then on."""
 
     def start_stage(self, first: Handle, stage: Stage) -> Handle:
-        """:meth:`Handle.then`."""
+        """Start ``stage`` after ``first``, as :meth:`Handle.then` does."""
 
     def take_number(self) -> int | str:
-        """The next one in the order."""
+        """Take the next number in the order."""
 
     def abort(self, reason: str) -> None: ...
 
@@ -112,7 +112,7 @@ class _Done:
 DONE: Work = _Done()
 
 
-class Later:
+class QueuedWork:
     """Work that is started when its turn comes on ``queue``: by a stage, or after one."""
 
     __slots__ = ("_started", "_task")
@@ -159,7 +159,7 @@ class Collective:
         # In this order: a stage that breaks the communicator notes its own error first.
         failure = self.communicator.state.failure
         if self._error is None and failure is not None and not self.work.done():
-            self._error = again(failure)
+            self._error = copy_failure(failure)
         if self._error is not None:
             raise self._error
         waits, since, here = self.communicator.state.waits, time.monotonic(), _waits_here
@@ -202,15 +202,15 @@ class Collective:
         return f"collective {self.number}"
 
     def what(self) -> str:
-        """Without its number: ranks compare it."""
+        """The description without the number: ranks compare it."""
         return f"{self.kind} {self.detail}".rstrip() + f" of {self.numel} × {self.dtype}"
 
     def measured(self) -> str:
-        """:meth:`describe`, with the number of bytes."""
+        """The text of :meth:`describe`, with the number of bytes."""
         return f"{self.name()} ({self.what()}, {self.numel * self.dtype.itemsize} bytes)"
 
 
-class OnTheSpot(Generic[T]):
+class InlineWork(Generic[T]):
     """Work that the waiting thread does itself."""
 
     __slots__ = ("_run", "result")
@@ -282,7 +282,7 @@ class StageHandle(Collective):
         return self.describe()
 
 
-class Together:
+class HandleGroup:
     """Several collectives of one communicator, in the order they were started, waited for as one."""
 
     def __init__(self, handles: Sequence[Handle]) -> None:
@@ -320,7 +320,7 @@ class Together:
         return " and ".join(handle.describe() for handle in self._handles)
 
 
-class Finishing:
+class HandleWithFinish:
     """A collective plus local work that the first thread to wait for it does, once."""
 
     def __init__(self, handle: Handle, finish: Callable[[], object]) -> None:
@@ -355,8 +355,8 @@ class Finishing:
         return self._handle.describe()
 
 
-def again(failure: GradsyncError) -> GradsyncError:
-    """The first failure, for somebody else to raise."""
+def copy_failure(failure: GradsyncError) -> GradsyncError:
+    """A copy of the first failure, for somebody else to raise."""
     copy = type(failure)(*failure.args)
     copy.__cause__ = failure
     return copy

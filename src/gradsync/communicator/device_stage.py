@@ -65,7 +65,7 @@ class DeviceClock:
         return seconds
 
     def reuse(self, event: Any) -> None:
-        """Nobody asks for this one any more: to make another one would take longer."""
+        """Keep an event that nobody asks for any more, to use it again: making another takes longer."""
         self._spare.append(event)
 
 

@@ -180,7 +180,8 @@ class HierarchicalCommunicator(BaseCommunicator):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _reduce(self, flat: torch.Tensor, op: ReduceOp, way: Way | None = None) -> None:
-        """Every step is started for all pieces before it is waited for: one crosses the link as the next is summed."""
+        """Reduce piece by piece: a step is started for all before it is waited for, so one is sent as the next is
+        summed."""
         step: ReduceOp = "max" if op == "max" else "sum"
         pieces = list(self._pieces(flat))
         summed = [self._start_inside(piece, step) for piece in pieces]
@@ -236,7 +237,7 @@ class HierarchicalCommunicator(BaseCommunicator):
             self._rows(output)[list(ranks)] = blocks[host, : len(ranks)]
 
     def _gather_uneven(self, output: torch.Tensor, tensor: torch.Tensor, shares: Sizes) -> None:
-        """As if all shares were as large as the largest."""
+        """Gather shares of different sizes as if all were as large as the largest."""
         most = max(shares)
         filled = tensor.new_zeros(most)
         filled[: tensor.numel()] = tensor
@@ -260,7 +261,7 @@ class HierarchicalCommunicator(BaseCommunicator):
         output.copy_(total.split(shares or (output.numel(),) * self.world_size)[self.rank])
 
     def _exchange(self, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes) -> None:
-        """Everybody gets everything, and takes what is its own: simple, and as many bytes as a gather of it all."""
+        """Exchange by a gather: everybody gets everything, and takes what is its own. Simple, for as many bytes."""
         counts = torch.tensor(leaving, device=tensor.device)
         everybodys = counts.new_empty(self.world_size**2)
         self._gather(everybodys, counts)
@@ -292,7 +293,7 @@ class HierarchicalCommunicator(BaseCommunicator):
         return self.between.all_reduce(piece.mine, step)
 
     def _start_spread(self, piece: "_Slice") -> list[Handle]:
-        """Every rank of this host gets every leader's part."""
+        """Start to give every rank of this host every leader's part."""
         if self.inside.world_size == 1:
             return []
         if piece.mine is not None and piece.parts == self.inside.world_size:

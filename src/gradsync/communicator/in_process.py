@@ -54,7 +54,7 @@ class _Turns:
 
     @contextlib.contextmanager
     def left(self, *, unless: bool) -> Iterator[None]:
-        """Inside, the calling thread waits for another rank."""
+        """A context in which the calling thread waits for another rank, so that another may run."""
         if unless or not getattr(self._own, "is_rank", False):
             yield
             return
@@ -102,7 +102,7 @@ class InProcessWorld:
         return InProcessCommunicator(self, rank)
 
     def turn(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the calling thread is a rank of which one at a time runs, while the others would only be in its way.
+        """A context in which the calling thread is a rank: one at a time runs, as others would only be in its way.
 
         This is a courtesy, not a lock: a thread that waits for something other than a collective does not block the
         others for long.

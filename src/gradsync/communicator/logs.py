@@ -17,7 +17,16 @@ from torch.distributed import DistError
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
 
-__all__ = ["LOGGER", "VARIABLE", "absent", "configure_logging", "global_rank", "listed", "log_errors", "rank_name"]
+__all__ = [
+    "LOGGER",
+    "VARIABLE",
+    "configure_logging",
+    "global_rank",
+    "join_names",
+    "log_errors",
+    "name_missing_ranks",
+    "rank_name",
+]
 
 LOGGER = logging.getLogger("gradsync")
 VARIABLE = "GRADSYNC_LOG"
@@ -46,7 +55,7 @@ class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def configure_logging() -> None:
-    """Do what the environment says, if it says anything."""
+    """Set the level of the log, and log to stderr, if the environment asks for it."""
     name = os.environ.get(VARIABLE, "").strip().lower()
     if not name:
         return
@@ -63,12 +72,12 @@ def configure_logging() -> None:
         LOGGER.addHandler(handler)
 
 
-# Of ranks that are missing.
-NAMED = 5
+# How many missing ranks a message names.
+MAX_NAMED = 5
 
 
 def global_rank(group: Any, rank: int) -> int:
-    """The number in the world of what is number ``rank`` in ``group``, which may be None, or gone by now."""
+    """The number in the world of rank ``rank`` of ``group``, which may be None, or gone by now."""
     try:
         return rank if group is None else int(dist.get_global_rank(group, rank))
     except (ValueError, RuntimeError):
@@ -76,22 +85,24 @@ def global_rank(group: Any, rank: int) -> int:
 
 
 def rank_name(group: Any, rank: int) -> str:
-    """Its number in the world, with that in its group where they differ."""
+    """The name of a rank: its number in the world, with that in its group where they differ."""
     known = global_rank(group, rank)
     return f"rank {known}" if known == rank else f"rank {known} ({rank} in its group)"
 
 
-def listed(names: list[str]) -> str:
-    """``rank 1, rank 2 and rank 5``."""
+def join_names(names: list[str]) -> str:
+    """The ``names`` as one phrase: ``rank 1, rank 2 and rank 5``."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def absent(found: Collection[int], world_size: int) -> str:
-    """``rank 1, rank 2 and rank 5``: who is not among those that were ``found``; of many only the first are named.
-    Empty if nobody is missing."""
+def name_missing_ranks(found: Collection[int], world_size: int) -> str:
+    """The names of the ranks that were not ``found``: ``rank 1, rank 2 and rank 5``; of many only the first few.
+
+    Empty if nobody is missing.
+    """
     count = world_size - len(set(found))
     if count <= 0:
         return ""
-    first = itertools.islice((rank for rank in range(world_size) if rank not in found), NAMED)
-    more = [f"{count - NAMED:,} others"] if count > NAMED else []
-    return listed([*(f"rank {rank}" for rank in first), *more])
+    first = itertools.islice((rank for rank in range(world_size) if rank not in found), MAX_NAMED)
+    more = [f"{count - MAX_NAMED:,} others"] if count > MAX_NAMED else []
+    return join_names([*(f"rank {rank}" for rank in first), *more])

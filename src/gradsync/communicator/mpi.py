@@ -67,7 +67,7 @@ def _sizes() -> dict[str, str]:
 
 
 def _refuse_torchrun() -> None:
-    """Before MPI starts: outside mpirun every process would be a world of its own, and Open MPI leaves files behind."""
+    """Refuse ranks of torchrun before MPI starts: outside mpirun each would be a world of its own, and leave files."""
     count = os.environ.get("WORLD_SIZE", "1").strip()
     # torchrun may itself be a task of srun or mpirun; then their numbers differ from its own.
     if count != "1" and count not in _sizes().values():
@@ -96,7 +96,7 @@ def _usable(mpi: Any, comm: Any) -> Any:
 
 
 class ExitMessages:
-    """When a rank leaves, it sends every other rank the number of collectives it has started."""
+    """The messages of ranks that leave: each sends every other rank the number of collectives it has started."""
 
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
@@ -115,7 +115,7 @@ class ExitMessages:
         return self._started
 
     def send(self, started: int) -> list[Any]:
-        """Without waiting until it is received."""
+        """Send the message to all others, without waiting until it is received."""
         if not self._requests:
             self._message = started.to_bytes(8)
             self._requests = [self.comm.Isend(self._message, dest=rank) for rank in self._others]
@@ -172,7 +172,7 @@ class MPICommunicator(BaseCommunicator):
 
     @property
     def library(self) -> str:
-        """Which MPI this is: ``Open MPI 5.0.11``."""
+        """The name and version of this MPI: ``Open MPI 5.0.11``."""
         name, version = self._mpi.get_vendor()
         return f"{name} {'.'.join(map(str, version))}"
 
@@ -270,7 +270,7 @@ class MPICommunicator(BaseCommunicator):
         self._last = super().start_stage(first, stage)
         return self._last
 
-    def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
+    def _translate_error(self, collective: Collective, error: BaseException) -> BaseException:
         if isinstance(error, _NoAnswerError):
             return CommunicatorLostError(f"rank {self.rank} waited in {collective.describe()}, but {error}")
         if isinstance(error, self._mpi.Exception):
@@ -353,7 +353,7 @@ class MPICommunicator(BaseCommunicator):
     def _pieces_of_all(
         self, tensor: torch.Tensor, shares: Sequence[int]
     ) -> Iterator[tuple["_Piece", list[torch.Tensor]]]:
-        """For every piece: what all ranks have at this rank's part of it, in rank order."""
+        """Each piece, with what all ranks have at this rank's part of it, in rank order."""
         largest = max(shares)
         room = min(largest, max(PIECE_BYTES // self.world_size, LEAST_SHARE_BYTES) // tensor.itemsize)
         halves = self._scratch_of(2 * self.world_size * room, tensor.dtype).chunk(2)
@@ -379,7 +379,7 @@ class MPICommunicator(BaseCommunicator):
             yield receive()
 
     def _combine(self, received: list[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
-        """In rank order, with a rounding for every rank: the same bits wherever it is computed."""
+        """Combine what was received in rank order, rounding after every rank: the same bits wherever it is computed."""
         if output.numel():
             combine_in_order(received, output, op)
 

@@ -83,7 +83,7 @@ def _cut_shares(counts: tuple[int, ...], most: int) -> _Cut:
 
 @functools.lru_cache(maxsize=MOST_KNOWN)
 def _cut_evenly(numel: int, ranks: int, most: int) -> _Cut:
-    """As many shares of one size; the last of them smaller or empty."""
+    """A cut into as many shares as ``ranks``, of one size; the last of them smaller or empty."""
     share = -(-numel // ranks)
     ends = [min(numel, number * share) for number in range(ranks + 1)]
     return _cut_shares(tuple(end - start for start, end in itertools.pairwise(ends)), most)
@@ -197,7 +197,7 @@ class PeerExchangeCommunicator(BaseCommunicator):
     # -- what runs in the background ----------------------------------------------------------------------------------
 
     def _reduce_at_once(self, exchange: Exchange, flat: torch.Tensor, fold: "_Fold") -> None:
-        """Every rank sends everything to every other rank, and all sum everything: one step."""
+        """Reduce in one step: every rank sends everything to every other rank, and all sum everything."""
         *rows, total = self._rows(self.world_size, flat.numel(), flat.dtype)
         messages = self._receive_rows(exchange, rows, 0)
         for peer in self._link.peers:
@@ -295,7 +295,7 @@ class PeerExchangeCommunicator(BaseCommunicator):
         return self._queue_up(collective, work)
 
     def _most(self, tensor: torch.Tensor) -> int:
-        """Elements of a part, at the most."""
+        """The most elements that a part may have."""
         return max(1, self._part_bytes // tensor.element_size())
 
     def _cut(self, tensor: torch.Tensor, shares: Shares) -> _Cut:
@@ -342,7 +342,8 @@ class _Fold:
     def __call__(
         self, mine: torch.Tensor, arriving: dict[int, tuple[Message, torch.Tensor]], total: torch.Tensor
     ) -> None:
-        """``total`` may be ``mine``. What came before this rank's turn is combined in the memory of rank 0's piece."""
+        """Combine into ``total``, which may be ``mine``. What precedes this rank's turn is combined in rank 0's
+        piece."""
         combine = torch.maximum if self._op == "max" else torch.add
         so_far = mine
         for rank in range(self._world_size):

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from gradsync.base.errors import CommunicatorLostError, ConfigurationError
 from gradsync.communicator.background import GivenUpError, Numbering
 from gradsync.communicator.collective import Collective
-from gradsync.communicator.logs import listed, rank_name
+from gradsync.communicator.logs import join_names, rank_name
 from gradsync.communicator.process_group import is_timeout
 from gradsync.communicator.root_cause import find_root_cause
 
@@ -136,7 +136,7 @@ class PeerLink:
         self.finishing: Exchange | None = None
 
     def give_up(self) -> None:
-        """From another thread, when all else is closed: nobody waits any longer for a send. See [Note: lost sends]."""
+        """Stop waiting for sends: called by another thread when all else is closed. See [Note: lost sends]."""
         exchange = self.finishing
         if exchange is not None:
             exchange.give_up()
@@ -147,7 +147,7 @@ class PeerLink:
         return Exchange(self, collective, tags.take(messages))
 
     def place(self, number: int | str) -> TaggedNumbering:
-        """Where the collectives of stage ``number`` are counted."""
+        """A numbering for the collectives of stage ``number``."""
         return TaggedNumbering(str(number), self._tags.take(STAGE_TAGS))
 
     def name(self, peer: int) -> str:
@@ -254,7 +254,7 @@ class Exchange:
             )
         # Who failed first makes others fail, whose end may be the one that is seen first.
         gone = {message.peer for message in (*self._receives, *self._sends) if message.is_cut_off()} - {peer}
-        names = listed([name(other) for other in sorted({peer} | gone)])
+        names = join_names([name(other) for other in sorted({peer} | gone)])
         return f"{names} left {name(self.link.rank)} alone in {what} ({reason}). The cause is in what {names} wrote"
 
 

@@ -19,7 +19,7 @@ from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Si
 from gradsync.communicator.checks import SUMMED_BY_TORCH, has_gaps
 from gradsync.communicator.collective import Collective, Work
 from gradsync.communicator.device_stage import DeviceCollective, DeviceWork
-from gradsync.communicator.logs import LOGGER, listed, rank_name
+from gradsync.communicator.logs import LOGGER, join_names, rank_name
 from gradsync.communicator.reducing import combine_in_order
 from gradsync.communicator.root_cause import clear_root_cause, find_root_cause
 from gradsync.communicator.shutdown import UnderWay, join_at_exit, keep_forever, keep_past_exit
@@ -296,11 +296,11 @@ class ProcessGroupCommunicator(BaseCommunicator):
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
-    def _in_words(self, collective: Collective, error: BaseException) -> BaseException:
+    def _translate_error(self, collective: Collective, error: BaseException) -> BaseException:
         if not isinstance(error, RuntimeError):
             return error
         reason = str(error).partition("\n")[0]
-        others = listed(
+        others = join_names(
             [rank_name(self.group, rank) for rank in range(self.world_size) if rank != self.rank] or ["none"]
         )
         message = (

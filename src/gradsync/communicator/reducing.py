@@ -29,7 +29,7 @@ def combine(one: torch.Tensor, other: torch.Tensor, op: ReduceOp, into: torch.Te
 
 
 def combine_in_order(values: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
-    """Into ``output``, which may be one of the first two of ``values`` or none of them."""
+    """Combine ``values`` in order into ``output``, which may be one of the first two of them, or another."""
     if len(values) == 1:
         if output.data_ptr() != values[0].data_ptr():
             output.copy_(values[0])
@@ -71,6 +71,6 @@ def cut_share(everybodys: list[torch.Tensor], rank: int) -> Blocks:
 
 
 def put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Where ``flat`` is a copy and not a view, ``tensor`` gets what it holds."""
+    """Copy ``flat`` back into ``tensor`` where it is a copy of it and not a view."""
     if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.shape))

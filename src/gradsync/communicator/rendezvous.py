@@ -285,7 +285,7 @@ def _prove(connection: socket.socket, secret: bytes, rank: int, who: str) -> Non
 
 
 def _receive(connection: socket.socket, size: int, who: str) -> bytes:
-    """That many bytes and no more: what follows is not part of the handshake."""
+    """Receive that many bytes and no more: what follows is not part of the handshake."""
     received = b""
     while len(received) < size:
         data = connection.recv(size - len(received))
@@ -296,7 +296,7 @@ def _receive(connection: socket.socket, size: int, who: str) -> bytes:
 
 
 def _send_at_once(connection: socket.socket) -> None:
-    """Short messages must not wait to be sent with others."""
+    """Have short messages sent at once instead of waiting to be sent with others."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -62,13 +62,16 @@ def find_root_cause(group: Any, message: str) -> str:
 
 
 def clear_root_cause(group: Any) -> None:
-    """The first communicator over ``group`` is created: delete messages of earlier groups."""
+    """Delete messages of earlier groups, when the first communicator over ``group`` is created."""
     if group not in _failure_domains:
         _delete(group, KEY)
 
 
 def _delete(group: Any, key: str) -> None:
-    """By one rank, before any can have failed: without it nobody gets as far as that."""
+    """Delete the message under ``key``, on rank 0 only.
+
+    One rank is enough: the others cannot get far enough to fail before rank 0 has been here.
+    """
 
     def ask() -> bytes:
         _store_of(group).delete_key(key)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.communicator.base import Communicator, Handle
 from gradsync.communicator.base_communicator import BaseCommunicator, Start
-from gradsync.communicator.collective import Collective, again
+from gradsync.communicator.collective import Collective, copy_failure
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.root_cause import FailureDomain
@@ -78,7 +78,7 @@ class RoundRobinCommunicator(BaseCommunicator):
         return self._allocate_below(self.communicators[0], numel, dtype, device)
 
     def _delegate(self, collective: Collective, tensor: torch.Tensor, start: Start) -> Handle:
-        """To the communicator whose turn it is when the collective is issued, after the stages before it."""
+        """Have the communicator run it whose turn it is when it is issued, after the stages before it."""
 
         def work() -> Handle:
             handle = start(self.communicators[self._turn])
@@ -96,14 +96,14 @@ class RoundRobinCommunicator(BaseCommunicator):
             return super().explain(collective, error)
         # The communicator that had the turn knows whether it is out of step.
         if self.failure is not None:
-            error = self._with_details(error)
+            error = self._add_watch_details(error)
             self._fail(error)
             self._tell_once(str(error))
         return error
 
     def _refuse_after_failure(self) -> None:
         if (failure := self.failure) is not None:
-            raise again(failure)
+            raise copy_failure(failure)
 
     def _tell_others(self, reason: str) -> None:
         for each in self.communicators:

@@ -77,7 +77,7 @@ class HostPeers:
             connection.settimeout(seconds)
 
     def _meet(self, communicator: Communicator) -> None:
-        """In steps: ranks agree on the outcome of one before they begin the next.
+        """Connect to the other ranks step by step: ranks agree on the outcome of a step before they begin the next.
 
         So a rank that cannot continue, because it has no descriptor left or a different namespace, leaves nobody
         waiting. See [Note: authentication] in rendezvous.py.
@@ -93,7 +93,7 @@ class HostPeers:
         self.process_ids = {peer: Credentials.of(each).process for peer, each in self._sockets.items()}
 
     def _connect(self, invitations: list[Invitation]) -> None:
-        """To all ranks before this one."""
+        """Connect to all ranks before this one."""
         for peer, invitation in enumerate(invitations):
             self._sockets[peer] = enter(invitation, self.rank, self.name(peer), is_here=True)
 
@@ -157,7 +157,7 @@ class HostPeers:
         return rank_name(self._group, rank)
 
     def failed(self, peer: int, where: str, reason: str = "") -> CommunicatorLostError:
-        """``reason`` is what the peer has left, if it had the time."""
+        """The error for a peer that has failed. ``reason`` is what the peer has left, if it had the time."""
         who = f"{self.name(peer)} (process {self.process_ids[peer]})"
         noticed = f"{self.name(self.rank)} noticed {where}"
         if reason:
@@ -320,7 +320,7 @@ class Heap:
         return segment
 
     def _map_everybodys(self, nbytes: int) -> list[Any] | None:
-        """None on all ranks if some rank cannot: each of them does its part of every exchange, whatever it comes to."""
+        """Map the memory of all ranks. None on all if one cannot: each does its part of every exchange anyway."""
         with contextlib.ExitStack() as opened:
             descriptor: int | None = None
             maps: list[Any] = []

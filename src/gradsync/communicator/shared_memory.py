@@ -84,7 +84,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         weakref.finalize(self, HostPeers.close, self._peers).atexit = False
 
     def _set_up(self, timeout: float) -> None:
-        """Everything that may fail on a single rank. ConfigurationError on all of them if it does."""
+        """Do everything that may fail on a single rank: ConfigurationError on all of them if it does."""
         self._heap = Heap(self._peers)
         # Held so that they stay: the heap frees what nobody holds.
         self._kept = make_together(self.over, "share memory", self._allocate_own)
@@ -128,7 +128,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         return False if device.type == "cpu" else self.over.averages(device)
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Collective: every rank allocates the same. Where memory is short, it is memory of this rank alone."""
+        """Allocate shared memory, as every rank does. Collective. Where memory is short, it is this rank's alone."""
         if device.type != "cpu":
             return self.over.allocate(numel, dtype, device)
         memory = self._allocate_together(numel, dtype, lambda: self._heap.allocate(numel * dtype.itemsize))
@@ -195,7 +195,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         return self._queue_up(collective, run, lazy=tensor.nbytes <= LAZY_BYTES)
 
     def _offsets(self, whole: torch.Tensor, shares: Shares) -> list[int]:
-        """Where the shares of ``whole`` begin and end."""
+        """The offsets at which the shares of ``whole`` begin and end."""
         if shares is not None:
             return offsets_of(shares)
         share = whole.numel() // self.world_size
@@ -297,7 +297,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
             self._number += 1
 
     def _reduce_rows(self, rows: list[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
-        """Block by block. ``output`` may be one of the rows; the others are not ours."""
+        """Reduce ``rows`` into ``output`` block by block. It may be one of the rows; the others are not ours."""
         step = BLOCK_BYTES // output.itemsize
         # The sum of the first two rows must not take the place of a row that is yet to be added.
         is_late = any(row.data_ptr() == output.data_ptr() for row in rows[2:])
@@ -312,7 +312,8 @@ class SharedMemoryCommunicator(BaseCommunicator):
     def _exchange(
         self, call: Call, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> None:
-        """Every rank's tensor passes through its stage, and every rank takes from it what is meant for it."""
+        """Exchange through stages: every rank puts its tensor into its own, and all take from it what is meant for
+        them."""
         begins, ends, longest = self._compare_counts(call, arriving, leaving)
         into = output.split(arriving)
         step = STAGE_BYTES // output.itemsize
@@ -328,7 +329,8 @@ class SharedMemoryCommunicator(BaseCommunicator):
             self._number += 1
 
     def _compare_counts(self, call: Call, arriving: Sizes, leaving: Sizes) -> tuple[list[int], list[int], int]:
-        """Where this rank's parts begin and end in everybody's tensor, and the length of the longest of these."""
+        """Compare the counts of all ranks: where this rank's parts begin and end in each tensor, and the longest's
+        size."""
         counts = torch.tensor([arriving, leaving])
         stages = self._stages_now(counts)
         stages[self.rank].copy_(counts.view(-1))

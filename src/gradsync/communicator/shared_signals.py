@@ -78,7 +78,7 @@ def all_somewhere(headers: list[bytes]) -> bool:
 
 
 def places_in(headers: list[bytes]) -> list[tuple[int, int]]:
-    """Segment and offset, of every rank."""
+    """The segment and the offset of the tensor of every rank."""
     return [_HEADER.unpack(header)[4:] for header in headers]
 
 
@@ -196,7 +196,7 @@ class Signals:
         self._headers[number % 2][self._peers.rank].raw = header
 
     def headers(self, number: int) -> list[bytes]:
-        """Everybody's, by rank, after :meth:`meet`."""
+        """The headers of all ranks, by rank, after :meth:`meet`."""
         return [header.raw for header in self._headers[number % 2]]
 
     # -- meeting ------------------------------------------------------------------------------------------------------

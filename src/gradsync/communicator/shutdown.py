@@ -120,7 +120,7 @@ def shut_down_all() -> None:
 
 
 def _await_idle_gloo() -> None:
-    """Until no thread of Gloo's has run in two looks, one after the other."""
+    """Wait until no thread of Gloo's has run in two looks, one after the other."""
     deadline, quiet = time.monotonic() + SETTLE_SECONDS, 0
     while quiet < 2 and time.monotonic() < deadline:
         states = list(_gloo_states())

@@ -48,7 +48,7 @@ class HostLayout:
 
     @functools.cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """For every rank its host's number and its own number on that host."""
+        """The number of the host of every rank, and its own number on that host."""
         places = {rank: (host, local) for host, ranks in enumerate(self.hosts) for local, rank in enumerate(ranks)}
         return tuple(places[rank] for rank in range(len(places)))
 

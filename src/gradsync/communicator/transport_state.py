@@ -48,7 +48,7 @@ class StartedCollective(NamedTuple):
     dtype: Any
 
     def describe(self) -> str:
-        """In the words of :meth:`gradsync.communicator.Handle.describe`."""
+        """Describe it in the words of :meth:`gradsync.communicator.Handle.describe`."""
         what = f"{self.kind} {self.detail}".rstrip()
         return f"collective {self.number} ({what} of {self.numel} × {self.dtype})"
 

@@ -51,7 +51,7 @@ class StepTimes:
 
     @property
     def exposed(self) -> float:
-        """Seconds of synchronization that backward did not hide."""
+        """The seconds of synchronization that backward did not hide."""
         return self.finished - self.backward_end
 
 
@@ -69,7 +69,7 @@ class Timeline(Marker):
         self._recorded: list[tuple[Marks, list[Gather]]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, as that of a wrapper takes along, begins with nothing recorded."""
+        """Copy it without its records: the copy that a copied wrapper takes along has recorded nothing."""
         return (functools.partial(Timeline, keep=self._keep), ())
 
     @property
@@ -105,7 +105,7 @@ class Timeline(Marker):
         return NOTHING if last is None else render(last)
 
     def _repr_html_(self) -> str:
-        """The last step, in a notebook."""
+        """The last step as HTML for a notebook."""
         last = self.last
         return frame(lines([NOTHING])) if last is None else as_html(last)
 
@@ -183,7 +183,7 @@ def _headline(step: StepTimes, first: float) -> str:
 
 
 def as_html(step: StepTimes) -> str:
-    """The same as :func:`render` draws, in the colours of reports."""
+    """The step as HTML: what :func:`render` draws, in the colours of reports."""
     first = min([0.0, *(gather.start for gather in step.gathers)])
     total = max(step.finished - first, 1e-9)
     end = step.backward_end

@@ -66,7 +66,7 @@ class Process:
 
 
 def processes_of(recordings: Sequence[Recording]) -> list[Process]:
-    """One for each rank; a rank may have recorded several models, which then are told apart by their names."""
+    """The processes of a trace, one a rank; the models of a rank that has several are told apart by their names."""
     recorded = [each for each in recordings if each.steps]
     aligned: dict[int, list[tuple[Recording, ClockShift]]] = {}
     for model in sorted({each.header.model for each in recorded}):
@@ -169,7 +169,7 @@ def _part(layout: Sequence[BucketPart], index: int) -> dict[str, Value]:
 
 
 def _lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
-    """Each slice on the first lane that is free when it begins."""
+    """Spread slices over lanes, each on the first that is free when it begins."""
     lanes: list[list[Slice]] = []
     for each in sorted(slices, key=lambda each: (each.begin, each.end)):
         free = next((lane for lane in lanes if lane[-1].end <= each.begin), None)
@@ -213,7 +213,7 @@ def _perfetto() -> tuple[Any, Any]:
 
 
 class _Writer:
-    """Packets, track after track. Each track is a sequence of its own, in which time never goes back."""
+    """Writes packets, track after track. Each track is a sequence of its own, in which time never goes back."""
 
     def __init__(self, file: BinaryIO, builder_kind: Any, format_of: Any, *, origin: float) -> None:
         self._builder = builder_kind(file)

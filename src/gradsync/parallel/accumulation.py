@@ -116,7 +116,8 @@ class MicroBatches:
 def backward_through(
     owners: "Sequence[Accumulation]", loss: torch.Tensor, weight: Any = None, unit: float | None = None, **options: Any
 ) -> None:
-    """:meth:`Accumulation.backward` for a loss shared by several models; without a weight, each counts in that unit."""
+    """Run :meth:`Accumulation.backward` for a loss shared by several models; without a weight, each counts in that
+    unit."""
     synchronizers = [owner.synchronizer for owner in owners]
     before = [synchronizer.ends for synchronizer in synchronizers]
     try:
@@ -191,7 +192,7 @@ class Accumulation:
         return framed(batches, lambda last: MicroBatches([self], last=last))
 
     def backward(self, loss: torch.Tensor, weight: Any = None, **options: Any) -> None:
-        """``loss.backward()`` of a micro-batch whose loss is the mean over ``weight`` items, such as tokens.
+        """Run ``loss.backward()`` for a micro-batch whose loss is the mean over ``weight`` items, such as tokens.
 
         After the window the gradient is ``Σ w·∇loss / Σ w`` over all micro-batches of all ranks. Without a weight every
         micro-batch counts the same. Give weights to all backwards of a window or to none.

@@ -61,7 +61,7 @@ def _named_parameters(
 def _kinds_over_ranks(
     parameters: list[torch.nn.Parameter], communicator: Communicator
 ) -> tuple[list[bool], list[bool]]:
-    """For every parameter: whether its gradient is dense on some rank, or else sparse on some rank."""
+    """Whether the gradient is dense on some rank, or else sparse on some rank, for every parameter."""
     flags = torch.zeros(2, len(parameters), dtype=torch.int32, device="cpu")
     for number, parameter in enumerate(parameters):
         if parameter.grad is not None:
@@ -74,7 +74,7 @@ def _kinds_over_ranks(
 
 
 def _average_dense(parameters: list[torch.nn.Parameter], communicator: Communicator) -> None:
-    """One collective per dtype and device."""
+    """Average dense gradients, with one collective per dtype and device."""
     alike: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         alike[(parameter.dtype, parameter.device)].append(parameter)

@@ -149,7 +149,7 @@ class DistributedDataParallel(ForwardSync, Accumulation, TorchNames, nn.Module, 
         self.replica.watch(self)
 
     def _stand_in_for_forward(self, ends_window: bool) -> bool:
-        """For a rank without a micro-batch in a window: the first forward of the others has broadcast buffers. In a
+        """Stand in for a forward on a rank without one in a window: the first of the others has broadcast buffers. In a
         join each of their forwards has asked which ranks have data."""
         synchronizer, window = self.synchronizer, self.synchronizer.window
         if self._join_config.enable:
@@ -246,7 +246,7 @@ class DistributedDataParallel(ForwardSync, Accumulation, TorchNames, nn.Module, 
         return output
 
     def _lazy_init(self) -> None:
-        """Before the first backward: optimizers may be attached to parameters before or after wrapping."""
+        """Prepare for the first backward: optimizers may be attached to parameters before or after wrapping."""
         self._in_backward = take_in_backward_optimizers(self.replica.parameters)
         self._lazy_init_ran = True
 

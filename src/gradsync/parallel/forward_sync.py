@@ -233,7 +233,7 @@ class ForwardSync:
         self.synchronizer.engine.exchange.divisor = float(count)
 
     def _miss_forward(self) -> bool:
-        """In a join a rank without a forward takes part in what the others do: they count which ranks have data."""
+        """Take part, in a join, in what the others do in a forward that this rank has not: they count who has data."""
         if not self._join_config.enable:
             return False
         self._prepare_ranks(learning=True)
@@ -267,7 +267,7 @@ class GradientJoinHook(JoinHook):
             model.synchronizer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have run out of data: all take the final model of one that ran to the end."""
+        """Give all ranks the final model of one that ran to the end, when all have run out of data."""
         model = self._model
         source = agree_on_rank(model.communicator, candidate=is_last_joiner)
         buffers = model.replica.buffers if model.forward_sync_buffers else []

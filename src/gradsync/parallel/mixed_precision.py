@@ -35,12 +35,13 @@ class LowPrecision:
 
     @classmethod
     def of(cls, config: _MixedPrecision | None, module: nn.Module, ignored: set[str]) -> Self | None:
-        """None where nothing was asked for."""
+        """The mixed precision that ``config`` asks for; None where nothing was asked for."""
         return None if config is None else cls(config, module, ignored)
 
     @torch.no_grad()
     def enter(self) -> None:
-        """Before a forward. Copies are made each time, because the optimizer has changed the values since."""
+        """Replace parameters by narrow copies before a forward, by new ones each time: the optimizer has changed
+        them."""
         if self.dtype is None:
             return
         for parameter in self._parameters:

@@ -22,7 +22,7 @@ from gradsync.core.bucket.sizes import BucketTuner, auto_caps
 from gradsync.core.engine.policy import ParameterKeeper, SynchronizerOptions, SyncPolicy
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.reduction.measurement import measure_link
-from gradsync.health.watch import look_at, set_watch
+from gradsync.health.watch import set_watch, watch_model
 from gradsync.observe.recording.attach import attach_recorder, choose_recorder, described, recorder_in
 from gradsync.observe.recording.recorder import Recorder
 
@@ -104,7 +104,7 @@ class Replica:
             recorder=None if recorder_in(policy.observer) is not None else self.recorder,
         )
         synchronizer = Synchronizer(self.parameters, widened(self.specs, policy.accumulation_dtype), options)
-        look_at(synchronizer, communicator)
+        watch_model(synchronizer, communicator)
         attach_recorder(self.recorder, synchronizer, type(self.module).__name__, communicator, meets=init_sync)
         return synchronizer
 

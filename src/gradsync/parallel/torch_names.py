@@ -65,7 +65,7 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Where the compiler cuts the graph of a compiled module: the largest cap, or the smallest it accepts."""
+        """The bytes at which the compiler cuts the graph of a module: the largest cap, or the smallest it accepts."""
         return max(*self.synchronizer.caps.caps, MIB)
 
     @property
@@ -164,14 +164,15 @@ class TorchNames:
     # -- what has nothing to do here -------------------------------------------------------------------------------
 
     def _set_static_graph(self) -> None:
-        """No effect: graphs may be static or not."""
+        """Accept the setting, without effect: graphs may be static or not."""
         self.static_graph = True
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """No effect: outputs are never cloned."""
+        """Accept the setting, without effect: outputs are never cloned."""
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """No effect: nothing is timed unless asked; :class:`~gradsync.Timeline` times every window."""
+        """Check the rate, and ignore it: nothing is timed unless asked; :class:`~gradsync.Timeline` times every
+        window."""
         if sample_rate < 1:
             raise ConfigurationError(f"the sample rate must be at least 1, got {sample_rate}")
 

@@ -106,7 +106,7 @@ def run_calibration(plan: CalibrationPlan) -> Calibration:
 
 
 def _be_rank(plan: CalibrationPlan, path: Path) -> None:
-    """In each rank."""
+    """Measure in a rank; rank 0 writes the calibration to ``path``."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo", timeout=TIMEOUT)
@@ -118,7 +118,7 @@ def _be_rank(plan: CalibrationPlan, path: Path) -> None:
 
 
 def _measure(plan: CalibrationPlan) -> Calibration:
-    """On the ranks of the default group. Collective."""
+    """Measure on the ranks of the default group. Collective."""
     device = torch.device("cpu")
     group = choose_communicator()
     # Ranks of one machine would share memory, which says nothing of a link.
@@ -238,7 +238,7 @@ def _coding_costs(
 
 
 def _usual(communicator: Communicator, run: Callable[[], object], pause: float) -> float:
-    """Of a few tries, each as long as it was on the slowest rank."""
+    """The usual seconds of a few tries, each as long as it was on the slowest rank."""
     seconds = []
     for number in range(WARM_UP + REPEATS):
         time.sleep(pause)
@@ -279,7 +279,7 @@ class _Marks:
         self.steps[-1][name] = moment
 
     def between(self, first: str, second: str) -> float:
-        """Median seconds from the one to the other, over the steps that count."""
+        """The median seconds from the one moment to the other, over the steps that count."""
         return statistics.median(self.all_between(first, second))
 
     def all_between(self, first: str, second: str) -> list[float]:

@@ -110,11 +110,11 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """As a shell has it: 128 + n stands for signal n."""
+        """The exit code as a shell has it: 128 + n stands for signal n."""
         return SHELL_SIGNAL_BASE - self.code if self.code < 0 else self.code
 
     def obeys(self, number: signal.Signals) -> bool:
-        """Whether it only means that the signal was obeyed."""
+        """Whether the failure only means that the signal was obeyed."""
         return self.exit_code == SHELL_SIGNAL_BASE + number
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ class _Process:
     ended_at: float = 0.0
 
     def signal(self, number: signal.Signals) -> None:
-        """To its group; to itself while it has not got as far as making one."""
+        """Send a signal to its group; to itself while it has not got as far as making one."""
         try:
             os.killpg(self.pid, number)
         except ProcessLookupError:
@@ -195,7 +195,7 @@ class RankProcesses:
         self._processes.clear()
 
     def start(self, place: RankPlace, action: Callable[[], object]) -> None:
-        """``action()`` in a new process at ``place``. It ends with 0 when ``action`` returns."""
+        """Run ``action()`` in a new process at ``place``. It ends with 0 when ``action`` returns."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         parent = os.getpid()
@@ -213,7 +213,7 @@ class RankProcesses:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def wait(self, timeout: float = math.inf) -> Failure | None:
-        """Until all have exited with 0, one has failed, or a signal was noted. Returns the one that failed."""
+        """Wait until all have exited with 0, one has failed, or a signal was noted. Returns the one that failed."""
         deadline = time.monotonic() + timeout
         while self._running() and not self.signals:
             self._await_ends(min(deadline - time.monotonic(), self._tick))
@@ -267,7 +267,7 @@ class RankProcesses:
         )
 
     def failures(self) -> list[Failure]:
-        """Of all that have failed until now."""
+        """The failures of all ranks that have failed until now."""
         return [
             Failure(place=process.place, code=process.code, at=process.ended_at)
             for process in self._processes
@@ -281,7 +281,7 @@ class RankProcesses:
         self.kill()
 
     def running_after(self, seconds: float) -> list[RankPlace]:
-        """Those that have not ended by themselves within ``seconds``."""
+        """The ranks that have not ended by themselves within ``seconds``."""
         self._await_all(seconds)
         return [process.place for process in self._running()]
 
@@ -376,7 +376,7 @@ def _be_rank(place: RankPlace, parent: int, action: Callable[[], object]) -> NoR
 
 
 def _say_goodbye(error: BaseException | None = None) -> None:
-    """To the ranks that watch this one, which else would take its end for that of a killed process."""
+    """Say goodbye to the ranks that watch this one, which else would take its end for that of a killed process."""
     # A process that has imported no watch has none; the launcher itself must not import it.
     watch = sys.modules.get("gradsync.health.watch")
     if watch is not None:

@@ -16,7 +16,7 @@ import torch
 
 from gradsync.base.errors import LateGradientError, PeerFailedError
 from gradsync.communicator import Communicator, Handle
-from gradsync.communicator.collective import again
+from gradsync.communicator.collective import copy_failure
 from gradsync.communicator.logs import log_errors
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.chunk import LATE_REMEDY, Chunk
@@ -356,7 +356,7 @@ class Pipeline:
         left behind something that is not a mean, before the host may have noticed."""
         failure = self.communicator.failure
         if failure is not None:
-            raise again(failure)
+            raise copy_failure(failure)
 
     # -- control flags -------------------------------------------------------------------------------------------
 

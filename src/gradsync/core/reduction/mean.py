@@ -6,7 +6,7 @@ an optimizer updates every rank's share, it carries new parameters, later.
 
 import torch
 
-from gradsync.communicator import Communicator, Finishing, Handle, ReduceOp, Together
+from gradsync.communicator import Communicator, Handle, HandleGroup, HandleWithFinish, ReduceOp
 from gradsync.core.bucket import Bucket
 from gradsync.core.reduction.base import Reduction
 from gradsync.core.reduction.quantize import Cast
@@ -34,7 +34,7 @@ class Mean(Reduction):
         flat, piece = bucket.flat, bucket.plan.piece
         if flat.numel() <= piece:
             return communicator.all_reduce(flat, op)
-        return Together([communicator.all_reduce(part, op) for part in flat.split(piece)])
+        return HandleGroup([communicator.all_reduce(part, op) for part in flat.split(piece)])
 
 
 def collective_divides(bucket: Bucket, communicator: Communicator, divisor: float) -> bool:
@@ -75,4 +75,4 @@ class ScatteredMean(Reduction):
         if self.dtype is None or self.dtype == payload.dtype:
             return chosen.reduce_scatter(payload[own], payload, op)
         cast = payload.to(self.dtype)
-        return Finishing(chosen.reduce_scatter(cast[own], cast, op), lambda: payload[own].copy_(cast[own]))
+        return HandleWithFinish(chosen.reduce_scatter(cast[own], cast, op), lambda: payload[own].copy_(cast[own]))

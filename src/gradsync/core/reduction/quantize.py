@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.communicator import Communicator, Finishing, Handle, HierarchicalCommunicator
+from gradsync.communicator import Communicator, Handle, HandleWithFinish, HierarchicalCommunicator
 from gradsync.core.bucket import Bucket
 from gradsync.core.reduction.base import Compressing, sends_nothing
 from gradsync.core.reduction.codings import Blocks, Coding, Noise, Rounded, Signs
@@ -232,7 +232,7 @@ class Cast(Compressing):
             return communicator.all_reduce(flat)
         if torch.promote_types(flat.dtype, self.dtype) == self.dtype or self._adds_alike(communicator):
             cast = flat.to(self.dtype)
-            return Finishing(communicator.all_reduce(cast), lambda: flat.copy_(cast))
+            return HandleWithFinish(communicator.all_reduce(cast), lambda: flat.copy_(cast))
         values = flat.float()
         gaps = [] if self.carries_tail else gaps_of(bucket)
 

@@ -30,7 +30,7 @@ import torch
 
 from gradsync.base.errors import ConfigurationError, MismatchError
 from gradsync.communicator import Communicator
-from gradsync.communicator.logs import listed, rank_name
+from gradsync.communicator.logs import join_names, rank_name
 from gradsync.core.bucket import ParameterSpec
 
 __all__ = ["Comparison", "ReplicaCheck", "fingerprint"]
@@ -141,7 +141,7 @@ class Comparison:
     def _describe(self, differences: Sequence[_Difference]) -> str:
         """An error message: which ranks differ, and in what."""
         first, further = differences[0], len(differences) - 1
-        names = listed([rank_name(self._communicator.group, rank) for rank in first.others])
+        names = join_names([rank_name(self._communicator.group, rank) for rank in first.others])
         which = f"parameter {self._names[first.index]!r}" + (f" and {further} more" if further else "")
         if first.majority is not None:
             return f"{which} on {names} was found to differ from the other ranks"

@@ -41,7 +41,7 @@ import torch
 from gradsync.base.errors import BadStepError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
-from gradsync.communicator.logs import listed, rank_name
+from gradsync.communicator.logs import join_names, rank_name
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.control_flags import Requests, reads_at_once
 
@@ -195,7 +195,7 @@ class SkipVote:
         may be a :class:`BadStepError` on all ranks. Collective."""
         reasons = gather_bytes(self._communicator, self.reason)
         votes = {rank: reason for rank, reason in enumerate(reasons) if reason}
-        why = listed([self._describe(rank, reason) for rank, reason in votes.items() if reason != STILL] or [""])
+        why = join_names([self._describe(rank, reason) for rank, reason in votes.items() if reason != STILL] or [""])
         if self._on_bad_step == "raise":
             raise BadStepError(
                 f"{why}, so these gradients are not the mean over all ranks. Call zero_grad() before the next backward"
@@ -211,7 +211,7 @@ class SkipVote:
 
     def tolerate(self, failed: Sequence[int]) -> WindowVerdict:
         """The control flags say that the backwards of these ranks failed. They do not take part here."""
-        names = listed([rank_name(self._communicator.group, rank) for rank in failed])
+        names = join_names([rank_name(self._communicator.group, rank) for rank in failed])
         present = next((rank for rank in range(self._communicator.world_size) if rank not in failed), 0)
         self._warn(f"the backward of {names} failed: this window is skipped on all ranks", by=present)
         return WindowVerdict()

@@ -34,8 +34,8 @@ from gradsync.communicator import BaseCommunicator
 from gradsync.communicator.root_cause import BEFORE
 from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, RaisedError, Suspect
 from gradsync.health.watch.guards import Guards
-from gradsync.health.watch.messages import Member, ended, raised_error, sort_key, suspected
-from gradsync.health.watch.pacing import Pacing
+from gradsync.health.watch.messages import Member, exit_text, raised_error, sort_key, suspect_text
+from gradsync.health.watch.pace_reports import Pacing
 from gradsync.health.watch.protocol import HUB, Line, pack
 from gradsync.health.watch.status import MOST_LETTERS, UNKNOWN, RankStatus, Sampler
 
@@ -155,7 +155,7 @@ class Agent:
             if any(not exit_record.left for exit_record in self._detector.exits.values()):
                 # Another rank's message about the same end adds nothing.
                 message = message.partition(BEFORE)[0]
-        own = self.sampler.look(time.monotonic()).windows + 1
+        own = self.sampler.sample(time.monotonic()).windows + 1
         return f"{cause}. {self._name} is in window {own}: {message}" if cause else message
 
     def ask_for_dumps(self) -> None:
@@ -251,7 +251,7 @@ class Agent:
     def _send_error(self, error: str, now: float) -> None:
         # To the hub, which learns whether this rank goes on; the hub's own to all, who learn that of the hub.
         for line in self._lines.values():
-            line.send({"error": error, "status": asdict(self.sampler.look(now))})
+            line.send({"error": error, "status": asdict(self.sampler.sample(now))})
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Agent:
             was_alive = self.plan.here[number] or self._detector.silence_of(number, now) < SLOW_SECONDS
             if line.end == "closed" or (line.end == "reset" and was_alive):
                 status, age = self._detector.status_of(number, now)
-                self._note(
+                self._record_exit(
                     ExitRecord(member=number, left=False, words=GONE, at=time.time(), status=status, age=age), now
                 )
 
@@ -283,7 +283,7 @@ class Agent:
             exit_record = ExitRecord(
                 member=number, left=True, words=str(message["exit"]), at=time.time(), status=status
             )
-            self._note(exit_record, now)
+            self._record_exit(exit_record, now)
         elif "off" in message:
             self._pacing.forget(number)
             with self._news:
@@ -292,7 +292,7 @@ class Agent:
         elif "ended" in message and number == HUB:
             ended_rank = from_json_or(ExitRecord, message["ended"], None)
             if ended_rank is not None and self._knows(ended_rank.member):
-                self._note(ended_rank, now)
+                self._record_exit(ended_rank, now)
         elif "error" in message:
             status = from_json_or(RankStatus, message.get("status"), UNKNOWN)
             error = RaisedError(words=str(message["error"])[:MOST_LETTERS], at=time.time(), status=status)
@@ -312,11 +312,11 @@ class Agent:
     def _knows(self, *ranks: int) -> bool:
         return all(0 <= rank < len(self.plan.members) for rank in ranks)
 
-    def _note(self, exit_record: ExitRecord, now: float) -> None:
+    def _record_exit(self, exit_record: ExitRecord, now: float) -> None:
         with self._news:
             is_new = self._detector.end(exit_record, now)
             self._news.notify_all()
-        self._guards.refuse_new(exit_record, ended(self.plan.members, exit_record))
+        self._guards.refuse_new(exit_record, exit_text(self.plan.members, exit_record))
         if is_new and self._is_hub:
             for line in self._lines.values():
                 line.send({"ended": asdict(exit_record)})
@@ -328,7 +328,7 @@ class Agent:
         if group is None or (self._is_registered and group not in dist.distributed_c10d._world.pg_map):
             self._exit_message = "has destroyed its process group"
             return
-        status = self.sampler.look(now)
+        status = self.sampler.sample(now)
         message: dict[str, Any] = {"beat": asdict(status)}
         with self._news:
             self._detector.update(self.plan.me, status, now)
@@ -344,7 +344,7 @@ class Agent:
             for each in due:
                 LOGGER.warning(
                     "%s. It is an error only after %g s, the timeout of the group",
-                    suspected(self.plan.members, each, is_here=self.plan.here[each.member]),
+                    suspect_text(self.plan.members, each, is_here=self.plan.here[each.member]),
                     self.plan.timeout,
                 )
 
@@ -355,7 +355,7 @@ class Agent:
 
     def _warn_of_errors(self, now: float) -> None:
         """Of ranks that have raised, as soon as somebody waits for them."""
-        status = self.sampler.look(now)
+        status = self.sampler.sample(now)
         with self._news:
             self._detector.update(self.plan.me, status, now)
             found = self._detector.errors_to_report(now)
@@ -381,8 +381,8 @@ class Agent:
         """End waits for a rank that has exited, unless they have ended by themselves."""
         exits = sorted(self._detector.exits.values(), key=sort_key)
         noticed = [(exit_record, self._detector.noticed[exit_record.member]) for exit_record in exits]
-        for number, exit_record in self._guards.stranded(noticed, now):
-            message, status = ended(self.plan.members, exit_record), self.sampler.look(now)
+        for number, exit_record in self._guards.find_stranded(noticed, now):
+            message, status = exit_text(self.plan.members, exit_record), self.sampler.sample(now)
             waits = [wait for wait in status.waits if wait.communicator == number]
             if waits:
                 message += f". {self._name} waited for it in window {status.windows + 1}, in {waits[-1].what}"
@@ -393,7 +393,7 @@ class Agent:
         for number, overdue in self._guards.overdue(now):
             with self._news:
                 cause = self._cause()
-            window = self.sampler.look(now).windows + 1
+            window = self.sampler.sample(now).windows + 1
             cause = cause or "no rank is known to be stopped or behind: a device hangs, or ranks run other collectives"
             self._guards.lose(
                 number,
@@ -419,10 +419,10 @@ class Agent:
         """The message about the rank that ended first, else about those that hold others up."""
         exits = sorted(self._detector.exits.values(), key=sort_key)
         if exits:
-            return ended(self.plan.members, exits[0])
+            return exit_text(self.plan.members, exits[0])
         suspects = {each.member: each for each in self._suspects() if each.member != self.plan.me}
         return ". ".join(
-            suspected(self.plan.members, each, is_here=self.plan.here[each.member]) for each in suspects.values()
+            suspect_text(self.plan.members, each, is_here=self.plan.here[each.member]) for each in suspects.values()
         )
 
     def _close(self) -> None:
@@ -430,7 +430,7 @@ class Agent:
         self._is_closed = True
         message: dict[str, Any] = {"off": True}
         if self._exit_message:
-            message = {"exit": self._exit_message, "status": asdict(self.sampler.look(time.monotonic()))}
+            message = {"exit": self._exit_message, "status": asdict(self.sampler.sample(time.monotonic()))}
         for line in self._lines.values():
             line.send(message)
             with contextlib.suppress(OSError):

@@ -249,7 +249,9 @@ class Detector:
     def _now(self, now: float) -> dict[int, RankStatus]:
         """The status of each live rank, with the time since it was reported."""
         return {
-            rank: _aged(status, now - at) for rank, (status, at) in self._statuses.items() if rank not in self.exits
+            rank: _add_seconds(status, now - at)
+            for rank, (status, at) in self._statuses.items()
+            if rank not in self.exits
         }
 
     def _silent(self, longest_waits: dict[int, Wait], waiting: list[int], now: float) -> Iterator[Suspect]:
@@ -271,6 +273,6 @@ class Detector:
             yield Suspect(member=rank, kind="at odds", seconds=seconds, waiters=(other,), what=what, status=status)
 
 
-def _aged(status: RankStatus, seconds: float) -> RankStatus:
+def _add_seconds(status: RankStatus, seconds: float) -> RankStatus:
     waits = tuple(replace(wait, seconds=wait.seconds + seconds) for wait in status.waits)
     return replace(status, waits=waits, seconds=status.seconds + seconds)

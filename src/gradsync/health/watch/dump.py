@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import from_json, whole_file
-from gradsync.communicator.logs import listed
+from gradsync.communicator.logs import join_names
 from gradsync.health.watch.agent import Agent
 from gradsync.health.watch.detector import at_odds, longest, roots
-from gradsync.health.watch.messages import Member, where
+from gradsync.health.watch.messages import Member, position_text
 from gradsync.health.watch.status import Model, RankStatus, stack_of
 
 __all__ = [
@@ -37,8 +37,8 @@ __all__ = [
     "Dump",
     "explain_dumps",
     "find_dumps",
+    "include_in_dumps",
     "listen_for_requests",
-    "note_model",
     "read_dump",
     "write_dump",
 ]
@@ -53,7 +53,7 @@ _models: "weakref.WeakSet[Model]" = weakref.WeakSet()
 _listens = False
 
 
-def note_model(model: Model) -> None:
+def include_in_dumps(model: Model) -> None:
     """Have ``model`` described in dumps."""
     _models.add(model)
 
@@ -133,17 +133,17 @@ def _describe(agents: list[Agent]) -> dict[str, Any]:
         "groups": [
             {
                 "ranks": [member.rank for member in agent.plan.members],
-                "status": asdict(agent.sampler.look(now)),
+                "status": asdict(agent.sampler.sample(now)),
                 **agent.describe(),
             }
             for agent in agents
         ],
-        "models": [_described(model) for model in list(_models)],
+        "models": [_model_text(model) for model in list(_models)],
         "stacks": _stacks(),
     }
 
 
-def _described(model: Model) -> str:
+def _model_text(model: Model) -> str:
     try:
         return model.describe()
     except Exception as error:  # it is changed at this very moment
@@ -235,28 +235,28 @@ def explain_dumps(dumps: Sequence[Dump]) -> list[str]:
 def _place(dump: Dump, status: RankStatus) -> str:
     wait = longest(status)
     waits = f", for {wait.seconds:.0f} s" if wait is not None else f", for {status.seconds:.0f} s"
-    return f"{dump.member} at {dump.time:%H:%M:%S}: {where(status)}{waits}"
+    return f"{dump.member} at {dump.time:%H:%M:%S}: {position_text(status)}{waits}"
 
 
 def _conclusions(ranks: Sequence[int], statuses: dict[int, RankStatus], by_rank: dict[int, Dump]) -> list[str]:
     lines = []
     missing = [rank for rank in ranks if rank not in statuses]
     if missing:
-        names = listed([f"rank {rank}" for rank in missing])
+        names = join_names([f"rank {rank}" for rank in missing])
         lines.append(f"{names} wrote nothing: ended, stopped, or without GRADSYNC_DUMP.")
     for rank, (other, its, theirs) in at_odds(statuses).items():
         lines.append(f"rank {rank} is in {its.what}, where rank {other} is in {theirs.what}.")
     for rank, waiters in roots(statuses).items():
-        names = listed([f"rank {waiter}" for waiter in sorted(waiters)])
+        names = join_names([f"rank {waiter}" for waiter in sorted(waiters)])
         verb = "waits" if len(waiters) == 1 else "wait"
         what = max(waiters.values(), key=lambda wait: wait.seconds).what
         lines.append(f"{names} {verb} for rank {rank} in {what}. rank {rank} is at {_innermost(by_rank[rank])}.")
     waiting = [rank for rank, status in statuses.items() if status.waits]
     if not lines and waiting:
-        names = listed([f"rank {rank}" for rank in waiting])
+        names = join_names([f"rank {rank}" for rank in waiting])
         lines.append(f"All ranks have come to what {names} waited for: it is under way.")
     if waiting and missing and len(lines) == 1:
-        lines.append(f"{listed([f'rank {rank}' for rank in waiting])} may wait for what wrote nothing.")
+        lines.append(f"{join_names([f'rank {rank}' for rank in waiting])} may wait for what wrote nothing.")
     return lines or ["Nobody waits for anybody."]
 
 

@@ -30,9 +30,9 @@ __all__ = [
     "exit_status",
     "exit_words",
     "forget_exit",
-    "note_exit",
-    "note_exits",
-    "noted_exit",
+    "patch_sys_exit",
+    "record_exit",
+    "recorded_exit",
     "report_uncaught",
 ]
 
@@ -43,7 +43,7 @@ PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 OURS = str(Path(__file__).resolve().parents[2])
 LIBRARIES = tuple(os.path.join(folder, "") for folder in (OURS, sysconfig.get_path("stdlib")))
 
-_noted: list[str] = []
+_recorded: list[str] = []
 
 
 def exit_status(error: SystemExit) -> int:
@@ -65,31 +65,31 @@ def exit_call(error: SystemExit) -> str:
     return _call_in_words(error.code, reversed(frames))
 
 
-def note_exits() -> None:
+def patch_sys_exit() -> None:
     """Record calls of ``sys.exit`` in the main thread from now on: in a different thread they only end that one."""
     before = sys.exit
 
     @functools.wraps(before)
-    def noting_exit(*args: object) -> NoReturn:
+    def recording_exit(*args: object) -> NoReturn:
         if threading.current_thread() is threading.main_thread():
-            note_exit(_call_in_words(args[0] if args else None, _callers(sys._getframe(1))))
+            record_exit(_call_in_words(args[0] if args else None, _callers(sys._getframe(1))))
         before(*args)  # type: ignore[arg-type]
 
-    sys.exit = noting_exit
+    sys.exit = recording_exit
 
 
-def note_exit(call: str) -> None:
-    _noted[:] = [call]
+def record_exit(call: str) -> None:
+    _recorded[:] = [call]
 
 
-def noted_exit() -> str:
+def recorded_exit() -> str:
     """The last call of ``sys.exit``: it may have been caught."""
-    return _noted[0] if _noted else ""
+    return _recorded[0] if _recorded else ""
 
 
 def forget_exit() -> None:
     """In a forked child."""
-    _noted.clear()
+    _recorded.clear()
 
 
 def _callers(frame: FrameType | None) -> Iterable[tuple[str, int]]:
@@ -123,7 +123,7 @@ def report_uncaught(in_main: Callable[[BaseException], None], in_thread: Callabl
     if _is_installed:
         return
     _is_installed = True
-    note_exits()
+    patch_sys_exit()
     before, before_in_thread = sys.excepthook, threading.excepthook
 
     # With the names of the one before: others look at these to know whose hook it is.

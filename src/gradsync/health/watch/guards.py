@@ -54,7 +54,7 @@ class Guards:
         state.complete_message = complete_message
         state.device_timeout = self._device_timeout
 
-    def stranded(self, exits: Sequence[tuple[ExitRecord, float]], now: float) -> Iterator[tuple[int, ExitRecord]]:
+    def find_stranded(self, exits: Sequence[tuple[ExitRecord, float]], now: float) -> Iterator[tuple[int, ExitRecord]]:
         """Communicators on which somebody waits in vain, each with the exit record that causes it.
 
         Only for exits noticed at the given times.

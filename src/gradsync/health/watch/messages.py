@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradsync.communicator.checks import missing_step
-from gradsync.communicator.logs import listed
+from gradsync.communicator.logs import join_names
 from gradsync.health.watch.detector import ExitRecord, RaisedError, Suspect
-from gradsync.health.watch.exit_causes import ENDED, EXITED, exit_words, noted_exit
+from gradsync.health.watch.exit_causes import ENDED, EXITED, exit_words, recorded_exit
 from gradsync.health.watch.links import SlowLink
 from gradsync.health.watch.status import MOST_LETTERS, RankStatus, Wait
 from gradsync.health.watch.stragglers import Slowdown, Straggler
@@ -17,16 +17,16 @@ from gradsync.health.watch.stragglers import Slowdown, Straggler
 __all__ = [
     "RAISED",
     "Member",
-    "described",
-    "ended",
+    "error_text",
     "exit_message",
+    "exit_text",
+    "position_text",
     "raised_error",
     "slow_communication",
     "slow_link",
     "sort_key",
-    "straggling",
-    "suspected",
-    "where",
+    "straggler_text",
+    "suspect_text",
 ]
 
 MOST_NAMED = 4
@@ -47,7 +47,7 @@ class Member:
         return f"rank {self.rank} (process {self.process} on {self.host})"
 
 
-def where(status: RankStatus) -> str:
+def position_text(status: RankStatus) -> str:
     """A clause for a rank's status: ``in window 8, synchronizing: 2 of 5 buckets started, …``."""
     if not status.phase:
         return "somewhere before its first window"
@@ -59,23 +59,23 @@ def where(status: RankStatus) -> str:
     return words
 
 
-def ended(members: Sequence[Member], exit_record: ExitRecord) -> str:
+def exit_text(members: Sequence[Member], exit_record: ExitRecord) -> str:
     """The message for a rank that is gone, or has left."""
     member, at = members[exit_record.member], time.strftime("%H:%M:%S", time.localtime(exit_record.at))
+    place = position_text(exit_record.status)
     if exit_record.left and exit_record.words.startswith(RAISED):
-        return f"{member} {exit_record.words} [at {at}, {where(exit_record.status)}]. Its own output tells where"
+        return f"{member} {exit_record.words} [at {at}, {place}]. Its own output tells where"
     if exit_record.left and exit_record.words.startswith(EXITED):
         return (
-            f"{member} {exit_record.words} [at {at}, {where(exit_record.status)}], while others still need it. Its own "
-            "output may tell why"
+            f"{member} {exit_record.words} [at {at}, {place}], while others still need it. Its own output may tell why"
         )
     if exit_record.left:
         return (
-            f"{member} {exit_record.words} at {at}, {where(exit_record.status)}, while others still need it. It left "
+            f"{member} {exit_record.words} at {at}, {place}, while others still need it. It left "
             "the loop before them: see that all ranks run as many batches, or use accumulate() or join()"
         )
     return (
-        f"{member} {exit_record.words} at {at}; {exit_record.age:.1f} s before it was {where(exit_record.status)}. "
+        f"{member} {exit_record.words} at {at}; {exit_record.age:.1f} s before it was {place}. "
         "Its own output may tell why, or the kernel's log (dmesg), if it ran out of memory. Start all ranks again, "
         "from the last checkpoint"
     )
@@ -91,15 +91,15 @@ def sort_key(exit_record: ExitRecord) -> tuple[int, float]:
     return (2 if any(each in exit_record.words for each in CONSEQUENCES) else 1, exit_record.at)
 
 
-def suspected(members: Sequence[Member], suspect: Suspect, *, is_here: bool) -> str:
+def suspect_text(members: Sequence[Member], suspect: Suspect, *, is_here: bool) -> str:
     """The message for a rank that holds others up. ``is_here``: its process is on this machine."""
     member = members[suspect.member]
     waiters = [f"rank {members[each].rank}" for each in suspect.waiters]
     if len(waiters) > MOST_NAMED:
         waiters = [*waiters[: MOST_NAMED - 1], f"{len(waiters) - MOST_NAMED + 1} more"]
     verb = "waits" if len(suspect.waiters) == 1 else "wait"
-    waiting = f"{listed(waiters)} {verb} in {suspect.what}" if waiters else "nobody waits for it yet"
-    stand, seconds = where(suspect.status), f"{suspect.seconds:.0f} s"
+    waiting = f"{join_names(waiters)} {verb} in {suspect.what}" if waiters else "nobody waits for it yet"
+    stand, seconds = position_text(suspect.status), f"{suspect.seconds:.0f} s"
     hint = _missing_step(member, waiters, suspect)
     if suspect.raised:
         stand += f". It {suspect.raised}, and has not gone on since"
@@ -121,10 +121,10 @@ def _missing_step(member: Member, waiters: list[str], suspect: Suspect) -> str:
     # Only of one and the same collective, by its number: a rank in another one may just be late.
     if not waiters or own.partition(" (")[0] != suspect.what.partition(" (")[0]:
         return ""
-    return missing_step({listed(waiters): suspect.what, f"rank {member.rank}": own})
+    return missing_step({join_names(waiters): suspect.what, f"rank {member.rank}": own})
 
 
-def straggling(members: Sequence[Member], straggler: Straggler) -> str:
+def straggler_text(members: Sequence[Member], straggler: Straggler) -> str:
     """The message for a rank that all others wait for, in every window."""
     own, others = f"{straggler.own * 1e3:.4g}", f"{straggler.others * 1e3:.4g}"
     member = members[straggler.member]
@@ -141,7 +141,8 @@ def straggling(members: Sequence[Member], straggler: Straggler) -> str:
 def raised_error(members: Sequence[Member], member: int, error: RaisedError, wait: Wait) -> str:
     """The message for a rank that has raised and may continue, while others wait for it."""
     at = time.strftime("%H:%M:%S", time.localtime(error.at))
-    return f"{members[member]} {error.words} [at {at}, {where(error.status)}], and others wait for it in {wait.what}"
+    place = position_text(error.status)
+    return f"{members[member]} {error.words} [at {at}, {place}], and others wait for it in {wait.what}"
 
 
 def slow_communication(slowdown: Slowdown) -> str:
@@ -179,11 +180,11 @@ def exit_message(error: BaseException | None = None) -> str:
     """Why this process ends, for the ranks that may still wait for it: ``error``, or one that nobody has caught."""
     error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None:
-        return described(error)
-    return f"{ENDED}, after {call}," if (call := noted_exit()) else ENDED
+        return error_text(error)
+    return f"{ENDED}, after {call}," if (call := recorded_exit()) else ENDED
 
 
-def described(error: BaseException, place: str = "") -> str:
+def error_text(error: BaseException, place: str = "") -> str:
     """The message that a rank has raised ``error``, and in which part of its loop. One line: the rank itself shows it
     all."""
     if isinstance(error, SystemExit):

@@ -105,7 +105,7 @@ class Line:
         except BlockingIOError:
             pass
         except OSError as error:
-            self._note(error)
+            self._record_end(error)
 
     def receive(self) -> list[Message]:
         """The messages received. Sets ``end`` if no more will arrive."""
@@ -121,13 +121,13 @@ class Line:
             self.send({"off": True})
             self.end = "off"
         except OSError as error:
-            self._note(error)
+            self._record_end(error)
         return []
 
     def close(self) -> None:
         self.connection.close()
 
-    def _note(self, error: OSError) -> None:
+    def _record_end(self, error: OSError) -> None:
         # What was sent before may still lie here to be read: a broken pipe is noted, a reading finds the end itself.
         if error.errno in BROKEN_WAYS:
             self.end = "broken"

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradsync.health.watch.pace import Pace
+from gradsync.health.watch.pace_meter import Pace
 
 __all__ = ["BLOCK", "KEPT", "PaceSeries", "Round", "Rounds", "against_the_others", "median"]
 

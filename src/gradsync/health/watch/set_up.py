@@ -27,9 +27,9 @@ from gradsync.communicator.logs import global_rank
 from gradsync.communicator.rendezvous import Invitation, Rendezvous, enter
 from gradsync.communicator.topology import host_identity
 from gradsync.health.watch.agent import Agent, Plan
-from gradsync.health.watch.dump import listen_for_requests, note_model, write_dump
-from gradsync.health.watch.exit_causes import exit_call, forget_exit, note_exit, report_uncaught
-from gradsync.health.watch.messages import Member, described, exit_message
+from gradsync.health.watch.dump import include_in_dumps, listen_for_requests, write_dump
+from gradsync.health.watch.exit_causes import exit_call, forget_exit, record_exit, report_uncaught
+from gradsync.health.watch.messages import Member, error_text, exit_message
 from gradsync.health.watch.protocol import HUB, Line
 from gradsync.health.watch.status import Model
 
@@ -38,11 +38,11 @@ __all__ = [
     "VARIABLE",
     "agents",
     "leave_watch",
-    "look_at",
     "say_goodbye",
     "set_watch",
-    "straggling",
+    "slowness_warnings",
     "tell_error",
+    "watch_model",
 ]
 
 LOGGER = logging.getLogger("gradsync")
@@ -71,9 +71,9 @@ def set_watch(communicator: Communicator) -> None:
         agent.guard(communicator)
 
 
-def look_at(model: Model, communicator: Communicator) -> None:
+def watch_model(model: Model, communicator: Communicator) -> None:
     """Include ``model`` in dumps, and in reports to the other ranks if there is a watch over ``communicator``."""
-    note_model(model)
+    include_in_dumps(model)
     agent = None if communicator.group is None else _agents.get(communicator.group)
     if agent is not None:
         agent.sampler.add(model)
@@ -92,7 +92,7 @@ def tell_error(communicator: Communicator, error: BaseException, place: str) -> 
     agent = None if communicator.group is None else _agents.get(communicator.group)
     # They know of a rank that was lost.
     if agent is not None and isinstance(error, Exception) and not isinstance(error, PeerFailedError):
-        agent.report_error(described(error, place))
+        agent.report_error(error_text(error, place))
 
 
 def agents() -> list[Agent]:
@@ -100,7 +100,7 @@ def agents() -> list[Agent]:
     return [agent for agent in _agents.values() if agent is not None]
 
 
-def straggling() -> list[str]:
+def slowness_warnings() -> list[str]:
     """The warnings about slow ranks and slow communication so far, over all groups. On the hub, rank 0; nothing
     elsewhere."""
     return list(_warnings)
@@ -213,7 +213,7 @@ def _script_raised(error: BaseException) -> None:
     if not goes_on:
         say_goodbye(error)
     elif _trained_by(threading.get_ident()):
-        _report_to_all(described(error))
+        _report_to_all(error_text(error))
 
 
 def _thread_raised(error: BaseException, thread: int) -> None:
@@ -221,10 +221,10 @@ def _thread_raised(error: BaseException, thread: int) -> None:
         return
     if isinstance(error, SystemExit):
         # It ends the thread alone, silently, and the process then ends with 0.
-        note_exit(f"the thread that trained called {exit_call(error)}")
+        record_exit(f"the thread that trained called {exit_call(error)}")
         _report_to_all(f"called {exit_call(error)}, in a thread, which ended that thread alone")
     else:
-        _report_to_all(described(error))
+        _report_to_all(error_text(error))
 
 
 def _report_to_all(message: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gradsync.communicator.transport_state import TransportState
-from gradsync.health.watch.pace import PaceMeter
+from gradsync.health.watch.pace_meter import PaceMeter
 
 __all__ = ["MOST_LETTERS", "UNKNOWN", "Model", "Position", "RankStatus", "Sampler", "Wait", "stack_of"]
 
@@ -108,7 +108,7 @@ class Sampler:
         would compare two models else."""
         return next(((number, model.pace) for number, each in self._models if (model := each()) is not None), None)
 
-    def look(self, now: float) -> RankStatus:
+    def sample(self, now: float) -> RankStatus:
         model = self._current()
         started = tuple(state.started for state in self._states())
         waits = self._waits(now)

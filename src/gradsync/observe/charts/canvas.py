@@ -75,7 +75,7 @@ POINTS = 72
 
 
 def require(*packages: str) -> None:
-    """Says at once what is missing, before work is done whose result could not be shown."""
+    """Raise at once if a package is missing, before work is done whose result could not be shown."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(

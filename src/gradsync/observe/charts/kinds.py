@@ -67,7 +67,7 @@ class Series:
 
 
 def _plain(axes: "Axes", grid: Literal["x", "y"]) -> None:
-    """Lines behind the values, and no spine where they begin."""
+    """Draw grid lines behind the values, and no spine where they begin."""
     axes.grid(True, axis=grid)
     axes.spines["left" if grid == "y" else "bottom"].set_visible(False)
 
@@ -76,7 +76,7 @@ def _plain(axes: "Axes", grid: Literal["x", "y"]) -> None:
 
 
 def draw_bars(axes: "Axes", groups: Sequence[str], series: Sequence[Series], *, form: str = "{:.2f}") -> None:
-    """Bars side by side for every group, each with its value above and a whisker for its span."""
+    """Draw bars side by side for every group, each with its value above and a whisker for its span."""
     width = 0.8 / max(len(series), 1)
     highest = max((value for one in series for _, value in one.points), default=1.0)
     # A rare disturbance must not press all bars to the ground.
@@ -98,7 +98,7 @@ def draw_bars(axes: "Axes", groups: Sequence[str], series: Sequence[Series], *, 
 
 
 def _value(axes: "Axes", at: Point, text: str, offset: tuple[float, float], **looks: Any) -> None:
-    """A number beside its mark. Lines pass behind it."""
+    """Write a number beside its mark. Lines pass behind it."""
     box = {"facecolor": colour("card"), "edgecolor": "none", "pad": 0.6}
     axes.annotate(text, at, offset, textcoords="offset points", bbox=box, **looks)
 
@@ -106,7 +106,7 @@ def _value(axes: "Axes", at: Point, text: str, offset: tuple[float, float], **lo
 def draw_rows(
     axes: "Axes", rows: Mapping[str, float | str], colours: Mapping[str, str], *, form: str, bold: str = ""
 ) -> None:
-    """One bar a row, from the top down, its value at its end; or words that say why it has none."""
+    """Draw one bar a row, from the top down, its value at its end; or words that say why it has none."""
     ordered = sorted(value for value in rows.values() if not isinstance(value, str))
     # One that is many times as long as the others would make them unreadable.
     end = min(ordered[-1], LONGEST * ordered[-2]) if len(ordered) > 1 else max(ordered, default=1.0)
@@ -122,7 +122,7 @@ def draw_rows(
 
 
 def draw_stacks(axes: "Axes", rows: Sequence[str], parts: Mapping[str, Sequence[float]], totals: Sequence[str]) -> None:
-    """Bars of parts laid end to end, one a row, from the top down; ``totals`` stand at their ends."""
+    """Draw bars of parts laid end to end, one a row, from the top down; ``totals`` stand at their ends."""
     left = [0.0] * len(rows)
     largest = max((sum(values) for values in zip(*parts.values(), strict=True)), default=1.0)
     for name, values in parts.items():
@@ -147,7 +147,7 @@ def _downward(axes: "Axes", rows: Collection[str], end: float) -> None:
 
 
 def draw_curves(axes: "Axes", series: Sequence[Series], **looks: Any) -> None:
-    """Lines through points, with a band for the span where there is one."""
+    """Draw lines through points, with a band for the span where there is one."""
     for one in series:
         xs, ys = zip(*one.points, strict=True) if one.points else ((), ())
         settings = {"color": one.colour, "linewidth": one.width, "label": one.label, **LOOKS[one.style], **looks}
@@ -159,7 +159,7 @@ def draw_curves(axes: "Axes", series: Sequence[Series], **looks: Any) -> None:
 
 
 def name_ends(axes: "Axes", ticks: Sequence[str], series: Sequence[Series], *, form: str, room: float = 0.9) -> None:
-    """Curves over named positions, whose names and last values stand at the right ends, kept apart."""
+    """Draw curves over named positions, whose names and last values stand at the right ends, kept apart."""
     known = [one for one in series if one.points]
     draw_curves(axes, known, marker="o", markersize=4.5)
     top = max((high for one in known for high in (*dict(one.points).values(), *(s[1] for s in one.spans))), default=1.0)
@@ -184,7 +184,8 @@ def _apart(heights: Sequence[float], least: float) -> list[float]:
 
 
 def draw_steps(axes: "Axes", series: Sequence[Series], *, zero: bool = False) -> int:
-    """Lines over steps; ``zero`` lets the axis begin at 0. Outliers that would flatten the rest lie beyond its top.
+    """Draw lines over steps; ``zero`` lets the axis begin at 0. Outliers that would flatten the rest lie beyond its
+    top.
 
     Returns how many of the first series do.
     """
@@ -256,7 +257,7 @@ def _alone(points: Sequence[Point]) -> list[int]:
 
 
 def _step_axis(axes: "Axes", steps: Sequence[float]) -> None:
-    """As many whole steps as fit beside each other."""
+    """Label the axis with as many whole steps as fit beside each other."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = (min(steps), max(steps)) if steps else (0.0, 1.0)
@@ -272,7 +273,7 @@ def _step_axis(axes: "Axes", steps: Sequence[float]) -> None:
 
 
 def draw_columns(axes: "Axes", edges: Sequence[float], parts: Mapping[str, Sequence[float]]) -> None:
-    """Columns of shares on top of each other, as wide as the steps they stand for; ``edges`` frames them all."""
+    """Draw columns of shares on top of each other, as wide as the steps they stand for; ``edges`` frames them all."""
     # The last edge has no column of its own, and repeats the one before it.
     tops = [[*shares, shares[-1]] for shares in parts.values()]
     axes.stackplot(edges, *tops, colors=[PARTS[name] for name in parts], step="post", linewidth=0)
@@ -305,7 +306,7 @@ def _time_axis(axes: "Axes", words: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """From ``begin`` to ``end``, in seconds, in this colour; ``hint`` is read out below a pointer."""
+    """A stretch from ``begin`` to ``end`` of a lane, in seconds, in a colour; ``hint`` is read out below a pointer."""
 
     begin: float
     end: float
@@ -315,7 +316,7 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """One row. A narrow one belongs to the row above it."""
+    """One row of stretches. A narrow one belongs to the row above it."""
 
     name: str
     stretches: Sequence[Stretch]
@@ -323,7 +324,7 @@ class Lane:
 
 
 def draw_lanes(axes: "Axes", lanes: Sequence[Lane], names: Mapping[str, str]) -> None:
-    """Lanes from the top down; ``names`` are what colours mean, for the legend."""
+    """Draw lanes from the top down; ``names`` are what colours mean, for the legend."""
     last = max((stretch.end for lane in lanes for stretch in lane.stretches), default=1.0) or 1.0
     factor, unit = _unit(last)
     for name, shade in names.items():

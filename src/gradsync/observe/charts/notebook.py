@@ -17,7 +17,7 @@ CELL = "padding:2px 12px 2px 0;text-align:{};vertical-align:top;border:none;back
 
 
 def frame(*parts: str) -> str:
-    """All of it; it scrolls where the notebook is narrow."""
+    """All ``parts`` as one element, which scrolls where the notebook is narrow."""
     style = "font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums;overflow-x:auto"
     return f'<div style="{style}">{"".join(parts)}</div>'
 
@@ -27,12 +27,12 @@ def heading(words: str) -> str:
 
 
 def lines(texts: Iterable[str]) -> str:
-    """A line each; blanks at the beginning indent it."""
+    """The texts as HTML, a line each; blanks at the beginning indent it."""
     return f'<div style="white-space:pre-wrap;margin:6px 0">{"<br>".join(map(escape, texts))}</div>'
 
 
 def legend(names: Mapping[str, str]) -> str:
-    """What colours mean."""
+    """A legend that says what colours mean."""
     return "".join(
         f'<span style="margin-right:14px;white-space:nowrap"><svg width="11" height="11" style="margin-right:5px">'
         f'<rect width="11" height="11" fill="{colour}"/></svg>{escape(name)}</span>'

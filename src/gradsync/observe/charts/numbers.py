@@ -24,7 +24,7 @@ def _with_exponent(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As 2 h 05 min, 12 s, 3.4 ms or 56 µs."""
+    """A time as text: 2 h 05 min, 12 s, 3.4 ms or 56 µs."""
     if seconds >= 3600:
         return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
     if seconds >= 60:
@@ -36,25 +36,25 @@ def duration(seconds: float) -> str:
 
 
 def saving(seconds: float, share: float) -> str:
-    """What a change gains, in the one unit of all advice: milliseconds of a step, and the share of it."""
+    """The gain of a change, in the one unit of all advice: milliseconds of a step, and the share of it."""
     milliseconds = seconds * 1e3
     return f"{milliseconds:{',.0f' if milliseconds >= 99.95 else '.3g'}} ms a step ({share:.0%})"
 
 
 def size(nbytes: float) -> str:
-    """As 1.5 GiB."""
+    """A number of bytes as text: 1.5 GiB."""
     units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
     factor, unit = next((factor, unit) for factor, unit in units if nbytes >= factor or factor == 1)
     return f"{nbytes / factor:.4g} {unit}" if nbytes / factor >= 1000 else f"{nbytes / factor:.3g} {unit}"
 
 
 def count(number: int, noun: str, ending: str = "s") -> str:
-    """As 1 rank, 2 ranks."""
+    """A number with its noun: 1 rank, 2 ranks."""
     return f"{number:,} {noun}{'' if number == 1 else ending}"
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """All alike: 2.0, 2.5, 3.0, or 0, 5e−4, 1e−3."""
+    """Labels for the values along an axis, all written alike: 2.0, 2.5, 3.0, or 0, 5e−4, 1e−3."""
     labels = [compact(value) for value in values]
     if any("e" in label for label in labels):
         return [_with_exponent(value) if value else "0" for value in values]

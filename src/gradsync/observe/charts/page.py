@@ -40,7 +40,7 @@ def svg_file(figure: "Figure", slug: str) -> str:
 
 
 def _on_dark_paper(svg: str) -> str:
-    """Rules for readers that know of it; others see what was drawn."""
+    """CSS rules for a dark background, for readers that know of it; others see what was drawn."""
     rules = [
         f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}'
         for light, dark in PALETTE.values()
@@ -75,7 +75,7 @@ def page_svg(svg: str, *, slug: str, title: str, hover: Mapping[str, Any] | None
 
 
 def _clean(element: ElementTree.Element) -> None:
-    """Without namespaces, which a page's own SVG does without, and without names that nothing refers to."""
+    """Remove namespaces, which a page's own SVG does without, and names that nothing refers to."""
     element.tag = element.tag.rpartition("}")[2]
     for child in [each for each in element if each.tag.endswith(("}metadata", "}style"))]:
         element.remove(child)

@@ -37,9 +37,9 @@ After = Callable[..., float]
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """``cause`` is what is wrong, ``change`` the line to write. ``before`` and ``after`` are seconds for the samples of
-    one recorded step: where a step would have more of them, ``after`` is the share of it that these take. ``free`` says
-    that the training stays the same."""
+    """One advice: ``cause`` is what is wrong, ``change`` the line to write. ``before`` and ``after`` are seconds for
+    the samples of one recorded step: where a step would have more of them, ``after`` is the share of it that these
+    take. ``free`` says that the training stays the same."""
 
     kind: str
     cause: str
@@ -55,19 +55,19 @@ class Advice:
 
     @property
     def saved(self) -> float:
-        """Seconds of a step."""
+        """The seconds of a step that would be saved."""
         return self.before - self.after
 
 
 def advise(timeline: MergedRecording, split: Split, stragglers: Sequence[SlowRank]) -> list[Advice]:
-    """What would gain something, most first; see :data:`FREE`. Nothing without enough evidence."""
+    """Changes that would gain something, most first; see :data:`FREE`. None without enough evidence."""
     step = split.mean.step
     base = replay.duration(timeline)
     if base <= 0 or missing_evidence(timeline, split):
         return []
 
     def after(change: replay.Change, *details: object) -> float:
-        """By the ratio of two replays, so that what a replay leaves out counts on both sides."""
+        """The seconds of a step after ``change``, by the ratio of two replays: what they leave out is in both."""
         return step * replay.duration(timeline, change, *details) / base
 
     link = fit_link(timeline, split)
@@ -185,7 +185,7 @@ def _buckets(timeline: MergedRecording, split: Split, link: BucketCost, after: A
 
 
 def _caps(total: int) -> Iterator[str]:
-    """In MiB, as they would be written: from one bucket for all down to many small ones."""
+    """Bucket caps in MiB, as they would be written: from one bucket for all down to many small ones."""
     cap = total
     while cap >= max(total // 256, SMALLEST):
         mebibytes = cap / 2**20

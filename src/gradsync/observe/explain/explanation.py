@@ -11,7 +11,7 @@ import torch
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
-from gradsync.communicator.logs import listed
+from gradsync.communicator.logs import join_names
 from gradsync.core.reduction.measurement import measure_link
 from gradsync.observe.charts.canvas import PARTS
 from gradsync.observe.charts.notebook import frame, heading, lines, strip, table
@@ -78,7 +78,7 @@ class Explanation:
         return "\n".join(self.lines())
 
     def _repr_html_(self) -> str:
-        """In a notebook: the same, with bars in the colours of reports."""
+        """The explanation as HTML for a notebook, with bars in the colours of reports."""
         whole, rows, at = [], [], 0.0
         for name, share, (label, seconds, percent, meaning) in self.rows():
             piece = (PARTS[name], f"{label}: {percent}")
@@ -105,7 +105,7 @@ class Explanation:
         )
 
     def lines(self) -> Iterator[str]:
-        """The whole of it, as plain text."""
+        """The whole explanation as lines of plain text."""
         yield self.headline
         yield ""
         for _, share, (label, seconds, percent, meaning) in self.rows():
@@ -157,11 +157,11 @@ class Explanation:
             yield f"clocks agree to {duration(max(errors))}"
         unended = [each.header.rank for each in timeline.recordings if not each.ended]
         if unended:
-            who = listed([f"rank {rank}" for rank in unended])
+            who = join_names([f"rank {rank}" for rank in unended])
             yield f"the recording of {who} has no end: the run goes on, or it was killed"
 
     def bucket_lines(self) -> Iterator[str]:
-        """A row per bucket."""
+        """The table of buckets as text, a row per bucket."""
         if not self.split.buckets:
             return
         yield ""
@@ -172,7 +172,7 @@ class Explanation:
             yield f"  … and {left} more: those that keep the link busy longest are shown"
 
     def bucket_rows(self) -> Iterator[tuple[str, ...]]:
-        """Under :data:`BUCKET_COLUMNS`."""
+        """The rows of the table of buckets, under :data:`BUCKET_COLUMNS`."""
         for bucket in shown_buckets(self.split.buckets):
             times = (bucket.ready, bucket.start, bucket.seconds, bucket.hidden)
             yield str(bucket.index), size(bucket.nbytes), *map(duration, times), named(bucket)
@@ -188,7 +188,7 @@ class Explanation:
 
     @property
     def nothing(self) -> str:
-        """Why there is no advice."""
+        """A sentence that says why there is no advice."""
         return (
             missing_evidence(self.timeline, self.split)
             or f"nothing stands out: no change that is known here would gain {WORTH_SAYING:.0%} of a step"
@@ -233,12 +233,12 @@ def explain_model(
 
 
 def gained(advice: Advice) -> str:
-    """In the unit of all advice."""
+    """The gain of an advice, in the unit of all advice."""
     return saving(advice.saved, advice.gain)
 
 
 def _plural(number: float, noun: str, ending: str = "s") -> str:
-    """Of a mean."""
+    """A mean with its noun: 1 collective, 2.5 collectives."""
     words = f"{number:.3g}"
     return f"{words} {noun}{'' if words == '1' else ending}"
 
@@ -254,6 +254,6 @@ def named(bucket: BucketSplit) -> str:
 
 
 def bar(share: float) -> str:
-    """Eighths of a character, so that a percent is seen."""
+    """A bar of characters, drawn in eighths of one, so that a percent is seen."""
     eighths = round(min(max(share, 0.0), 1.0) * BAR * 8)
     return "█" * (eighths // 8) + ("▏▎▍▌▋▊▉"[eighths % 8 - 1] if eighths % 8 else "")

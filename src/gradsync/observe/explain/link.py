@@ -38,7 +38,7 @@ class BucketCost:
 
 
 def fit_link(timeline: MergedRecording, split: Split) -> BucketCost | None:
-    """By what the buckets took, large ones and small ones, and by what was measured; None where nothing travels."""
+    """Fit a link to what large and small buckets took, and to what was measured; None where nothing travels."""
     buckets = [bucket for bucket in split.buckets if bucket.nbytes > 0]
     if len(timeline.members) < 2 or not buckets:
         return None
@@ -97,8 +97,8 @@ def _cost_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _host(timeline: MergedRecording) -> tuple[float, float]:
-    """What a rank does for a bucket besides, however small it is: from full to started, where its turn had come, and
-    from the end of one to the end of the next, where both were there."""
+    """Seconds that a rank spends on a bucket besides, however small it is: from full to started, where its turn had
+    come, and from the end of one to the end of the next, where both were there."""
     starting: dict[int, list[float]] = {}
     finishing: dict[int, list[float]] = {}
     for merged in timeline.steps:

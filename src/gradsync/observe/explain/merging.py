@@ -39,7 +39,7 @@ class MergedCollective:
     free: tuple[float, ...]
 
     def seconds(self, rank: int) -> float:
-        """How long the link was busy with it."""
+        """How long the link was busy with the collective."""
         return max(0.0, self.ends[rank] - max(self.begin, self.free[rank]))
 
 
@@ -74,7 +74,7 @@ class MergedRecording:
 
 
 def merge(recordings: Sequence[Recording]) -> MergedRecording:
-    """All of one model. ConfigurationError if ranks have no step in common."""
+    """Merge the recordings of one model. ConfigurationError if ranks have no step in common."""
     empty = [each.header.rank for each in recordings if not each.steps]
     if empty:
         raise ConfigurationError(
@@ -110,7 +110,7 @@ def merge(recordings: Sequence[Recording]) -> MergedRecording:
 
 
 def _chosen(steps: list[MergedStep], layout: int) -> list[MergedStep]:
-    """Those that are like each other: in the last layout, with as many synchronizations on all ranks, warm, and
+    """The steps that are like each other: in the last layout, with as many synchronizations on all ranks, warm, and
     neither very fast nor very slow."""
     alike = [
         merged
@@ -168,7 +168,7 @@ class ClockShift:
 
 
 def clock_shifts(recordings: Sequence[Recording]) -> list[ClockShift]:
-    """Of each, which must have recorded a step; the first is the one to whose clock all are brought."""
+    """The shift of each recording, which must have a step, to the clock of the first one."""
     first = _ends_of(recordings[0])
     shifts = []
     for each in recordings:
@@ -181,7 +181,7 @@ def clock_shifts(recordings: Sequence[Recording]) -> list[ClockShift]:
 
 
 def _ends_of(recording: Recording) -> dict[int, float]:
-    """When the rank saw the end of the last collective of each step."""
+    """The moment at which the rank saw the end of the last collective, by step."""
     return {
         step.number: max(_first(bucket.reduced, bucket.finish, part.finished) for bucket in part.buckets)
         for step in recording.steps
@@ -191,7 +191,7 @@ def _ends_of(recording: Recording) -> dict[int, float]:
 
 
 def _drift(first: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """By how many seconds a second ``other`` goes too fast. Medians, so that a rank that came late now and then does
+    """How many seconds a second ``other`` goes too fast. By medians, so that a rank that came late now and then does
     not bend it."""
     common = sorted(set(first) & set(other))
     third = len(common) // 3

@@ -46,8 +46,8 @@ Spent = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedBucket:
-    """``starts`` are seconds after the backward began, rank by rank; with ``at_end`` after it ended. ``seconds`` is
-    how long the link is busy with it."""
+    """A bucket of a replay: ``starts`` are seconds after the backward began, rank by rank; with ``at_end`` after it
+    ended. ``seconds`` is how long the link is busy with it."""
 
     nbytes: int
     starts: tuple[float, ...]
@@ -89,7 +89,7 @@ def duration(timeline: MergedRecording, change: Change | None = None, *details: 
 
 
 def _play(at: list[float], script: ReplayScript) -> list[float]:
-    """When each rank has run the script that it begins ``at``."""
+    """Play the script, which each rank begins ``at`` its time; returns when each rank has run it."""
     ranks = range(len(at))
     for each in script.backwards:
         begins = [at[rank] + sum(each.seconds[rank].values()) for rank in ranks]
@@ -153,7 +153,7 @@ def _spent(spans: Sequence[Span], since: float, until: float) -> Spent:
 
 
 def as_fast_as_others(script: ReplayScript, place: int, factors: Spent) -> ReplayScript:
-    """The rank at ``place`` takes only so much of what it took, phase by phase."""
+    """A change: the rank at ``place`` takes only so much of what it took, phase by phase."""
     factor = factors.get("backward", 1.0)
 
     def quicker(spent: tuple[Spent, ...]) -> tuple[Spent, ...]:
@@ -178,7 +178,7 @@ def as_fast_as_others(script: ReplayScript, place: int, factors: Spent) -> Repla
 
 
 def without(script: ReplayScript, name: str) -> ReplayScript:
-    """Nobody spends time on ``name``: data that is there when it is wanted, a loop that does nothing else."""
+    """A change: nobody spends time on ``name``, on data that is there when wanted, or a loop that does nothing else."""
 
     def idle(spent: tuple[Spent, ...]) -> tuple[Spent, ...]:
         return tuple({**each, name: 0.0} for each in spent)
@@ -188,14 +188,14 @@ def without(script: ReplayScript, name: str) -> ReplayScript:
 
 
 def synchronized_once(script: ReplayScript) -> ReplayScript:
-    """Only the last backward of a step synchronizes."""
+    """A change: only the last backward of a step synchronizes."""
     *local, last = script.backwards
     none = (0.0,) * len(script.rest)
     return replace(script, backwards=(*(replace(each, buckets=(), tails=none) for each in local), last))
 
 
 def accumulated(script: ReplayScript, times: int) -> ReplayScript:
-    """``times`` micro-batches a step instead of one, and one synchronization."""
+    """A change: ``times`` micro-batches a step instead of one, and one synchronization."""
     first, *others = script.backwards
     seconds = []
     for rank, own in enumerate(first.seconds):
@@ -213,7 +213,7 @@ def accumulated(script: ReplayScript, times: int) -> ReplayScript:
 
 
 def in_eight_bits(script: ReplayScript, link: BucketCost) -> ReplayScript:
-    """A quarter of the bytes, and the time of making and reading them."""
+    """A change: a quarter of the bytes, and the time of making and reading them."""
     backwards = []
     for each in script.backwards:
         coded, buckets = 0.0, []
@@ -229,7 +229,7 @@ def in_eight_bits(script: ReplayScript, link: BucketCost) -> ReplayScript:
 
 
 def next_forward(script: ReplayScript) -> ReplayScript:
-    """Half of what is communicated goes behind the next forward; a layer waits for what it needs."""
+    """A change: half of what is communicated goes behind the next forward; a layer waits for what it needs."""
     backwards = []
     for number, each in enumerate(script.backwards):
         halves = tuple(replace(bucket, seconds=bucket.seconds / 2) for bucket in each.buckets)
@@ -281,7 +281,7 @@ def regroup(timeline: MergedRecording, cap: int) -> tuple[Regrouped, ...]:
 
 
 def _parameters(timeline: MergedRecording) -> list[Regrouped]:
-    """In the order of their buckets."""
+    """The parameters of the layout, in the order of their buckets, each as a bucket of its own."""
     known = timeline.recordings[0].header.parameters
     parameters = []
     for index, bucket in enumerate(timeline.layout):
@@ -296,7 +296,7 @@ def _parameters(timeline: MergedRecording) -> list[Regrouped]:
 
 
 def other_buckets(script: ReplayScript, layout: Sequence[Regrouped], link: BucketCost) -> ReplayScript:
-    """The same step with these buckets."""
+    """A change: the same step with these buckets."""
     return replace(script, backwards=tuple(_changed(each, layout, link) for each in script.backwards))
 
 

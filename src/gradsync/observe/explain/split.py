@@ -54,7 +54,7 @@ NAMES = {"loop": "the loop's own code", "other": "what precedes the optimizer's 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Seconds of a step. All but ``hidden`` add up to it.
+    """The seconds of a step, by what they were spent on. All but ``hidden`` add up to it.
 
     data
         the loop waits for its loader
@@ -111,9 +111,9 @@ class BucketSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """``ranks`` are the parts of each rank, ``mean`` their mean. ``waited_for`` is how many seconds per step ranks wait
-    for each, on average; ``was_last`` the share of steps in which it came last to a synchronization; ``waits`` how long
-    each rank itself waited for another, step by step."""
+    """A split of the step: ``ranks`` are the parts of each rank, ``mean`` their mean. ``waited_for`` is how many
+    seconds per step ranks wait for each, on average; ``was_last`` the share of steps in which it came last to a
+    synchronization; ``waits`` how long each rank itself waited for another, step by step."""
 
     mean: Parts
     ranks: dict[int, Parts]
@@ -156,7 +156,7 @@ def split(timeline: MergedRecording) -> Split:
 
 
 def step_parts(merged: MergedStep) -> Parts:
-    """Of one step, on average over its ranks."""
+    """The parts of one step, on average over its ranks."""
     return _mean(_parts(merged, place, defaultdict(float)) for place in range(len(merged.ranks)))
 
 
@@ -186,7 +186,7 @@ def _parts(merged: MergedStep, place: int, waited_for: defaultdict[int, float]) 
 def _exposure(
     collectives: Sequence[MergedCollective], part: Synchronization, place: int, waited_for: defaultdict[int, float]
 ) -> dict[str, float]:
-    """What lies between the end of this rank's backward and its last mean, by cause.
+    """The time between the end of this rank's backward and its last mean, by cause.
 
     The last bucket starts where a backward has ended. Until the last rank has come there, nothing that the link could
     do would help: ranks wait for that rank. From then on they wait for communication.
@@ -216,7 +216,7 @@ def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
 
 
 def _buckets(timeline: MergedRecording) -> Iterable[BucketSplit]:
-    """Of the last synchronization of every step, in the layout that they have."""
+    """The split of each bucket, over the last synchronization of every step, in the layout that they have."""
     seen: dict[int, list[tuple[MergedStep, MergedCollective]]] = {}
     for step in timeline.steps:
         for collective in step.collectives[-1] if step.collectives else ():
@@ -256,7 +256,7 @@ def _since_backward(step: Step, index: int, name: str) -> float:
 
 
 def missing_evidence(timeline: MergedRecording, split: Split) -> str:
-    """Why nothing should be concluded from it, as a sentence; empty where something can."""
+    """A sentence that says why nothing should be concluded from a split; empty where something can."""
     known, step = len(timeline.steps), split.mean.step
     if known < FEWEST_STEPS:
         return (
@@ -273,9 +273,9 @@ def missing_evidence(timeline: MergedRecording, split: Split) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SlowRank:
-    """``waited`` are seconds of a step that each of the others waits for this rank, ``last`` is the share of steps in
-    which it came last. ``phases`` are those in which it takes longer than the median of the others: its seconds, and
-    theirs."""
+    """A slow rank: ``waited`` are seconds of a step that each of the others waits for it, ``last`` is the share of
+    steps in which it came last. ``phases`` are those in which it takes longer than the median of the others: its
+    seconds, and theirs."""
 
     rank: int
     waited: float
@@ -290,7 +290,7 @@ class SlowRank:
 
     @property
     def cause(self) -> str:
-        """What it is slower in."""
+        """What the rank is slower in, in words."""
         who = f"the others, who wait {duration(self.waited)} of a step for it"
         if not self.phases:
             return f"rank {self.rank} comes later than {who}, though no phase takes it longer"
@@ -304,7 +304,7 @@ class SlowRank:
 
     @property
     def remedy(self) -> str:
-        """What to look at."""
+        """What to look at to make the rank faster, in words."""
         rank, phases = self.rank, set(self.phases)
         if phases == {"data"}:
             return f"look at what rank {rank} reads, and where from: its loader is slower than those of the others"
@@ -318,7 +318,7 @@ class SlowRank:
 
 
 def find_stragglers(timeline: MergedRecording, split: Split) -> tuple[SlowRank, ...]:
-    """Those for whom the others wait most come first; none without enough evidence."""
+    """The slow ranks, those for whom the others wait most first; none without enough evidence."""
     if len(split.ranks) < 2 or missing_evidence(timeline, split):
         return ()
     apart = max(each.header.clock.error or 0.0 for each in timeline.recordings)
@@ -337,7 +337,7 @@ def find_stragglers(timeline: MergedRecording, split: Split) -> tuple[SlowRank, 
 
 
 def _waits_less(split: Split, rank: int) -> list[float]:
-    """Step by step, by how many seconds it waits less than the median of the others."""
+    """How many seconds the rank waits less than the median of the others, step by step."""
     others = [waits for other, waits in split.waits.items() if other != rank]
     return [
         statistics.median(theirs) - own
@@ -346,7 +346,7 @@ def _waits_less(split: Split, rank: int) -> list[float]:
 
 
 def _slower(split: Split, rank: int, least: float) -> dict[str, tuple[float, float]]:
-    """Phases that take it so much longer; or the one that does most, where all are less."""
+    """The phases that take the rank so much longer; or the one that does most, where all are less."""
     slower: dict[str, tuple[float, float]] = {}
     for phase in PHASES:
         others: list[Any] = [getattr(parts, phase) for other, parts in split.ranks.items() if other != rank]

@@ -55,12 +55,12 @@ class Reading:
 
     @property
     def through(self) -> float:
-        """Bytes that leave a rank."""
+        """The bytes that leave a rank in the collective."""
         return self.rounds * (self.ranks - 1) / self.ranks * self.nbytes
 
     @property
     def steps(self) -> int:
-        """Messages that wait for each other."""
+        """How many messages wait for each other, one after the other."""
         return self.rounds * (self.ranks - 1 if self.way == "ring" else 1)
 
 
@@ -89,7 +89,7 @@ def fit_transport(readings: Sequence[Reading], *, in_flight: int = 1, hidden: fl
 
 
 def _fit_link(readings: Sequence[Reading]) -> tuple[float, float]:
-    """Bandwidth and burst, by the line through those messages whose time is that of their bytes."""
+    """Fit bandwidth and burst, by the line through those messages whose time is that of their bytes."""
     ordered = sorted(readings, key=lambda each: each.through)
     least = ordered[0]
     large = [each for each in ordered if each.seconds > BYTES_COUNT * least.seconds]
@@ -107,14 +107,14 @@ def _fit_link(readings: Sequence[Reading]) -> tuple[float, float]:
 
 
 def _fit_latency(readings: Iterable[Reading], bandwidth: float, burst: float) -> float:
-    """The least of what remains beside the bytes: of messages that are small, where it is most of the time."""
+    """Fit the latency by what remains beside the bytes: of messages that are small, where it is most of the time."""
     ordered = sorted(readings, key=lambda each: each.nbytes)
     rest = [each.seconds - max(0.0, each.through - burst) / bandwidth for each in ordered[: max(1, len(ordered) // 2)]]
     return max(statistics.median(rest), 0.0)
 
 
 def _split(latencies: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Start and step, by least squares of ``start + steps · step``."""
+    """Split latencies into start and step, by least squares of ``start + steps · step``."""
     rows = [(1.0, float(steps), seconds) for steps, seconds in latencies]
     rows.append((BELIEF, -BELIEF, 0.0))
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
@@ -165,7 +165,7 @@ class Calibration:
     warnings: tuple[str, ...] = ()
 
     def schedule(self, overlap: Any = "backward", reduction: str = "mean") -> Schedule:
-        """With the costs of this machine."""
+        """A schedule with the costs of this machine."""
         if reduction not in self.reductions:
             raise ConfigurationError(f"a reduction of a plan is one of {', '.join(self.reductions)}, got {reduction!r}")
         return Schedule(
@@ -177,7 +177,8 @@ class Calibration:
         )
 
     def over(self, rate: float) -> "Calibration":
-        """The same over a link of another ``rate``: as much of it is used as of the one that was measured."""
+        """The same calibration over a link of another ``rate``: as much of it is used as of the one that was
+        measured."""
         between = self.transport.topology.between
         efficiency = between.bandwidth / self.link if self.link else 1.0
         transport = self.transport.over(replace(between, bandwidth=rate * min(efficiency, 1.0)))
@@ -221,7 +222,7 @@ class Calibration:
 
 
 def recorded(folder: Path) -> Calibration:
-    """What a plan for more ranks, or for another link, can be made from."""
+    """The calibration in a recording, from which a plan for more ranks, or for another link, can be made."""
     ranks = read_recordings(folder)
     profiles = [_profile(rank, folder) for rank in ranks]
     # The middle one of the ranks: who differs from it for good is jitter to a plan.
@@ -241,7 +242,8 @@ def recorded(folder: Path) -> Calibration:
 
 
 def _warnings(ranks: Sequence[Recording], transport: Transport) -> Iterator[str]:
-    """Follows the verdict of ``gradsync explain``: a rank that others wait for there is a straggler here."""
+    """The warnings of a calibration, by the verdict of ``gradsync explain``: a rank that others wait for there is a
+    straggler here."""
     timeline = merge(ranks)
     for straggler in find_stragglers(timeline, split(timeline)):
         yield slow_for_good(straggler.rank, str(straggler))
@@ -251,7 +253,7 @@ def _warnings(ranks: Sequence[Recording], transport: Transport) -> Iterator[str]
 
 
 def _usable(rank: Recording) -> list[Step]:
-    """Steps with one synchronization, of the buckets there were in the end."""
+    """The steps with one synchronization, of the buckets there were in the end."""
     synchronized = [step for step in rank.steps if len(step.synchronizations) == 1]
     last = max((step.layout for step in synchronized), default=0)
     usable = [step for step in synchronized if step.layout == last and step.synchronizations[0].buckets]
@@ -310,14 +312,14 @@ def _ready(step: Step, index: int) -> float | None:
 
 
 def _compute_seconds(ranks: Sequence[Recording]) -> list[list[float]]:
-    """Of each rank, in those steps that all of them have kept."""
+    """The seconds that each rank computed, in those steps that all of them have kept."""
     rows = [{step.number: step.spent("forward") + step.spent("backward") for step in _usable(rank)} for rank in ranks]
     common = sorted(set.intersection(*(set(row) for row in rows)))
     return [[row[number] for number in common] for row in rows]
 
 
 def _transport(header: Header) -> Transport:
-    """As an all-reduce was measured when the model was wrapped."""
+    """The transport as an all-reduce was measured when the model was wrapped."""
     ranks = header.world_size
     if header.link is None or ranks == 1:
         raise ConfigurationError(

@@ -31,7 +31,7 @@ class EventLoop:
         self.at(self.now + seconds, action)
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Run events until nothing is left to happen."""
         while self._planned:
             self.now, _, action = heapq.heappop(self._planned)
             action()
@@ -87,11 +87,11 @@ class SharedLink:
         return self._users > 0
 
     def watch(self, watcher: Callable[[bool], None]) -> None:
-        """Call it when the link becomes busy or free."""
+        """Call ``watcher`` when the link becomes busy or free."""
         self._watchers.append(watcher)
 
     def join(self, transfer: Transfer) -> None:
-        """A rank has started it."""
+        """Note that a rank has started the transfer."""
         transfer.missing -= 1
         if not transfer.missing:
             self._queue.append(transfer)
@@ -152,7 +152,7 @@ class Core:
             link.watch(self._pace_changes)
 
     def compute(self, seconds: float, then: Action) -> None:
-        """Call ``then`` after that much work."""
+        """Compute: call ``then`` after that much work."""
         if self._slowed == 1:
             self._loop.after(seconds, then)
             return

@@ -36,7 +36,7 @@ def _data(name: str) -> dict[str, dict[str, Any]]:
 
 
 def known_machines() -> dict[str, str]:
-    """Titles by name."""
+    """The titles of the known machines, by name."""
     return {name: str(machine["title"]) for name, machine in _data("machines.json").items()}
 
 
@@ -45,7 +45,8 @@ def known_models() -> dict[str, str]:
 
 
 def published(machine: str, model: str, *, batch: int | None = None) -> Calibration:
-    """What a ``machine`` would do with a ``model``, with micro-batches of ``batch`` samples or the usual."""
+    """A calibration of what a ``machine`` would do with a ``model``, with micro-batches of ``batch`` samples or the
+    usual."""
     host, net = _entry("machines.json", "machine", machine), _entry("models.json", "model", model)
     samples = int(net["batch"]) if batch is None else batch
     if samples < 1:

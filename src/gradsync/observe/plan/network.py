@@ -64,8 +64,8 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """``ranks`` on hosts of ``ranks_per_host``. A host has one link ``between`` it and the others, or as fast a share
-    of several; its ranks are joined by ``inside``, or by the same link if there is none.
+    """A topology of ``ranks`` on hosts of ``ranks_per_host``. A host has one link ``between`` it and the others, or as
+    fast a share of several; its ranks are joined by ``inside``, or by the same link if there is none.
 
     Where there are more than ``hosts_per_switch``, what leaves a switch has an ``oversubscription``-th of what its
     hosts could send.
@@ -93,23 +93,24 @@ class Topology:
 
     @property
     def local(self) -> int:
-        """Ranks of a full host."""
+        """How many ranks a full host has."""
         return min(self.ranks, self.ranks_per_host)
 
     def shared_bandwidth(self, crossing: float) -> float:
-        """Of one host's link, where all hosts send at once and ``crossing`` of it goes to other switches."""
+        """The bandwidth of one host's link, where all hosts send at once and ``crossing`` of it goes to other
+        switches."""
         if self.hosts_per_switch is None or self.hosts <= self.hosts_per_switch:
             return self.between.bandwidth
         return self.between.bandwidth / max(1.0, self.oversubscription * crossing)
 
     @property
     def crossing_of_neighbours(self) -> float:
-        """Of what hosts send to the next one in a ring: one in a switch sends to another switch."""
+        """The share that crosses switches of what hosts send around a ring: one host in a switch sends to another."""
         return 1.0 / (self.hosts_per_switch or self.hosts)
 
     @property
     def crossing_of_all(self) -> float:
-        """Of what hosts send to all others alike."""
+        """The share that crosses switches of what hosts send to all others alike."""
         if self.hosts == 1 or self.hosts_per_switch is None:
             return 0.0
         return max(0, self.hosts - self.hosts_per_switch) / (self.hosts - 1)
@@ -117,7 +118,8 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """``latency`` seconds in which a link has time for others, then ``nbytes`` through one of ``bandwidth``."""
+    """The cost of a transfer: ``latency`` seconds in which a link has time for others, then ``nbytes`` through one of
+    ``bandwidth``."""
 
     latency: float
     nbytes: float
@@ -184,7 +186,8 @@ class Transport:
         return replace(self, topology=topology, others=others)
 
     def cost(self, operation: Operation, nbytes: float) -> Cost:
-        """Of a collective on ``nbytes``: those of the whole tensor, also where a rank has or gets a share of it."""
+        """The cost of a collective on ``nbytes``: those of the whole tensor, also where a rank has or gets a share of
+        it."""
         if operation in self.others:
             return self.others[operation].cost(operation, nbytes)
         if self.ranks == 1:
@@ -263,7 +266,7 @@ class Transport:
         )
 
     def _shared(self, rounds: int, nbytes: float) -> Cost:
-        """Every rank reads its share of all others', and what comes of it; all through the memory of one host."""
+        """The cost in shared memory: every rank reads its share of all others', and what comes of it, on one host."""
         link = self.topology.inside or self.topology.between
         traffic = rounds * (self.ranks - 1) / self.ranks * nbytes * self.ranks
         return Cost(latency=rounds * link.latency, nbytes=traffic, bandwidth=link.bandwidth)

@@ -65,13 +65,13 @@ class Prediction:
 
     @property
     def a_micro_batch(self) -> float:
-        """What makes settings with and without accumulation comparable."""
+        """The seconds of one micro-batch, which make settings with and without accumulation comparable."""
         return self.step / self.setting.micro_batches
 
 
 def predict(calibration: Calibration, setting: Setting) -> Prediction:
-    """The ranks are exchangeable, so a step takes as long as with the slowest of them: what costs time here is the
-    number of buckets, not that of ranks."""
+    """Predict a step. Ranks are exchangeable, so it takes as long as with the slowest of them: what costs time here is
+    the number of buckets, not that of ranks."""
     low, middle, high = (_simulated(calibration, setting, chance) for chance in CHANCES)
     unsure = (MEASURED if calibration.measured else PUBLISHED) * (1 + EACH_TENFOLD * _tenfolds(calibration, setting))
     return Prediction(
@@ -85,7 +85,7 @@ def predict(calibration: Calibration, setting: Setting) -> Prediction:
 
 
 def _simulated(calibration: Calibration, setting: Setting, chance: float = CHANCES[1]) -> SimulatedStep:
-    """With the slowest rank as slow as it is with that chance, or less."""
+    """Simulate the setting with the slowest rank as slow as it is with that chance, or less."""
     here = calibration if setting.rate is None else calibration.over(setting.rate)
     profile = here.profile.accumulating(setting.micro_batches)
     whole = max(1, profile.nbytes)
@@ -147,7 +147,7 @@ def best_setting(
 
 
 def fit_own_seconds(calibration: Calibration, measured: Sequence[tuple[Setting, float]]) -> Calibration:
-    """With the ``fixed`` and ``host`` seconds of ranks that come closest to whole steps that were ``measured``: what
+    """Fit the ``fixed`` and ``host`` seconds of ranks that come closest to whole steps that were ``measured``: what
     lies between a model and a link that were measured by themselves."""
     compute = calibration.profile.compute
 

@@ -72,16 +72,16 @@ class StepProfile:
 
     @property
     def nbytes(self) -> int:
-        """Of all gradients."""
+        """The bytes of all gradients."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
     def compute(self) -> float:
-        """What a window takes without communication."""
+        """The seconds that a window takes without communication."""
         return self.micro_batches * (self.data + self.forward + self.backward) + self.optimizer
 
     def slowed(self, factor: float) -> "StepProfile":
-        """A rank that takes that many times as long to compute."""
+        """The profile of a rank that takes that many times as long to compute."""
         return replace(
             self,
             forward=self.forward * factor,
@@ -91,11 +91,12 @@ class StepProfile:
         )
 
     def accumulating(self, micro_batches: int) -> "StepProfile":
-        """The same micro-batches, that many of them in a window."""
+        """The profile with that many of the same micro-batches in a window."""
         return replace(self, micro_batches=micro_batches)
 
     def in_buckets(self, cap: int) -> "StepProfile":
-        """The same gradients in other buckets, as the engine lays them out: neighbours together up to the cap.
+        """The profile with the same gradients in other buckets, as the engine lays them out: neighbours together up to
+        the cap.
 
         Existing pieces are not cut: single parameters, which the engine does not cut either, or buckets of a recording.
         """
@@ -135,8 +136,8 @@ class Jitter:
 
     @classmethod
     def between(cls, ranks: Sequence[Sequence[float]]) -> "Jitter":
-        """As far as ranks are apart in the same steps: for each rank its times, step by step. What slows all of them
-        down at once makes no straggler."""
+        """The jitter by which ranks differ in the same steps: for each rank its times, step by step. What slows all of
+        them down at once makes no straggler."""
         number = len(ranks)
         if number < 2:
             return cls()
@@ -149,7 +150,7 @@ class Jitter:
         return cls(sigma=usual * math.sqrt(number / (number - 1)))
 
     def quantile(self, chance: float, ranks: int = 1) -> float:
-        """Of the slowest of ``ranks`` ranks."""
+        """The factor that the slowest of ``ranks`` ranks stays below with that chance."""
         if not self.sigma:
             return 1.0
         each = math.exp(math.log(chance) / ranks) if 0 < chance < 1 else chance

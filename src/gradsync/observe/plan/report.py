@@ -59,13 +59,13 @@ class PlanReport:
     needed: float | None
 
     def efficiency(self, prediction: Prediction) -> float:
-        """Of N ranks, N times the work of one in the same time is 1."""
+        """The efficiency of a prediction: 1 if N ranks do N times the work of one in the same time."""
         micro = prediction.setting.micro_batches
         alone = self.calibration.profile.accumulating(micro).compute
         return alone / prediction.step
 
     def cost(self, prediction: Prediction, price: float) -> float:
-        """Of 1,000 steps, for a ``price`` a rank and hour."""
+        """The cost of 1,000 steps, for a ``price`` a rank and hour."""
         return prediction.step * 1000 / 3600 * price * prediction.setting.ranks
 
 
@@ -91,7 +91,7 @@ def make_report(
 def _advice(
     calibration: Calibration, now: Prediction, judge: Callable[[Calibration, Setting], Prediction]
 ) -> list[PlanAdvice]:
-    """Each change by itself, the one that gains most first."""
+    """The advice, each change by itself, the one that gains most first."""
     setting = now.setting
     found = []
     if setting.overlap != "next-forward" and setting.reduction == "mean":
@@ -127,7 +127,7 @@ def _advice(
 
 
 def rate_words(rate: float) -> str:
-    """Bytes a second as a link's rate: ``12.5 Gbit/s``."""
+    """A number of bytes a second as a link's rate: ``12.5 Gbit/s``."""
     bits = rate * 8
     for name, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if bits >= size:
@@ -139,7 +139,7 @@ def rate_words(rate: float) -> str:
 
 
 def draw_plan(report: PlanReport) -> "Figure":
-    """Inside ``with style():``."""
+    """Draw the picture of a plan. Call it inside ``with style():``."""
     rows = [
         "a step, by the number of ranks",
         *([f"a micro-batch at {report.advice[0].at:,} ranks"] if report.advice else []),

@@ -71,7 +71,8 @@ class StepParts:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """``step`` is what a window takes on average; ``ranks`` the parts of it, one for each profile that was given."""
+    """A simulated step: ``step`` is what a window takes on average; ``ranks`` the parts of it, one for each profile
+    that was given."""
 
     step: float
     ranks: tuple[StepParts, ...]
@@ -79,14 +80,14 @@ class SimulatedStep:
 
     @property
     def slowest(self) -> StepParts:
-        """Of the rank that waits least for others."""
+        """The parts of the rank that waits least for others."""
         return min(self.ranks, key=lambda parts: parts.waiting)
 
 
 def simulate(
     profiles: StepProfile | Sequence[StepProfile], transport: Transport, schedule: Schedule | None = None
 ) -> SimulatedStep:
-    """A step of the ranks of ``transport``: all alike, or with a profile for each of those that differ.
+    """Simulate a step of the ranks of ``transport``: all alike, or with a profile for each of those that differ.
 
     Profiles must agree on their buckets. What costs time is how many profiles there are, not how many ranks.
     """
@@ -110,7 +111,7 @@ Work = Generator[tuple[str, float | Transfer], None, None]
 
 
 class _Rank:
-    """One rank, and its records of each step."""
+    """A simulated rank, and its records of each step."""
 
     def __init__(self, profile: StepProfile, loop: EventLoop, core: Core) -> None:
         self.profile, self._loop, self._core = profile, loop, core
@@ -146,7 +147,7 @@ class _Rank:
 
 
 class _Run:
-    """One simulation."""
+    """One simulation of a step."""
 
     def __init__(self, profiles: Sequence[StepProfile], transport: Transport, schedule: Schedule) -> None:
         self._transport, self._schedule = transport, schedule
@@ -246,7 +247,7 @@ class _Run:
         sent: Sequence[tuple[Operation, float]],
         decode: float = 0.0,
     ) -> None:
-        """A rank starts these collectives, with ``decode`` seconds after each; the first rank creates the transfer."""
+        """Have a rank start these collectives, with ``decode`` seconds after each; the first one creates it."""
         if key not in transfers:
             phases: list[tuple[float, Cost]] = [
                 (decode if place else 0.0, self._cost(*each)) for place, each in enumerate(sent)
@@ -258,13 +259,13 @@ class _Run:
 
     @property
     def step(self) -> float:
-        """On the rank that is last."""
+        """The seconds of a step, on the rank that is last."""
         first, last = self._warm_up, self._warm_up + self._counted
         ends = [max(rank.began[place] for rank in self._ranks) for place in (first, last)]
         return (ends[1] - ends[0]) / self._counted
 
     def parts(self) -> list[StepParts]:
-        """Of each rank."""
+        """The parts of the step of each rank."""
         return [self._parts(rank) for rank in self._ranks]
 
     def _parts(self, rank: _Rank) -> StepParts:
@@ -303,7 +304,7 @@ def _known(moment: float | None) -> float:
 
 
 class _Active:
-    """When something was in flight, to be asked for how long of a span."""
+    """Records when something was in flight, to be asked for how long of a span."""
 
     def __init__(self, spans: Sequence[tuple[float, float]]) -> None:
         self._begins, self._ends = [begin for begin, _ in spans], [end for _, end in spans]

@@ -66,7 +66,7 @@ def choose_recorder(observer: Observer | None, device: torch.device) -> Recorder
 
 
 def described(recorder: Recorder | None) -> list[tuple[str, str]]:
-    """What ranks must have in common: those that write measure their clocks, and that takes all of them."""
+    """What ranks must have in common to record: those that write measure their clocks, and that takes all of them."""
     return [("recording", "to a folder" if recorder is not None and recorder.folder is not None else "to no folder")]
 
 
@@ -95,7 +95,7 @@ def clock_identity() -> str:
 
 
 def align_clocks(communicator: Communicator) -> Clock:
-    """This rank's clock against rank 0's. Collective."""
+    """Measure this rank's clock against rank 0's. Collective."""
     if communicator.world_size == 1:
         return Clock(error=0.0)
     identities = gather_bytes(communicator, clock_identity().encode())

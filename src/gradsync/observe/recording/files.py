@@ -25,7 +25,7 @@ from typing import Any
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import from_json, whole_file
-from gradsync.communicator.logs import absent, listed
+from gradsync.communicator.logs import join_names, name_missing_ranks
 
 __all__ = [
     "FOLDER",
@@ -60,7 +60,8 @@ DURATION = "busy"
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """``time + offset`` is the time on rank 0's clock, to within ``error``; None if that was not measured."""
+    """The clock of a rank: ``time + offset`` is the time on rank 0's clock, to within ``error``; None if that was not
+    measured."""
 
     offset: float = 0.0
     error: float | None = None
@@ -68,7 +69,7 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The rank did ``name`` from ``begin`` to ``end``.
+    """A span of time: the rank did ``name`` from ``begin`` to ``end``.
 
     It is one of ``data`` (waiting for a loader), ``loop`` (what else precedes the forward of a micro-batch: code of the
     training's own), ``forward``, ``backward``, ``synchronization`` (from the end of a backward to the last mean),
@@ -129,7 +130,7 @@ class Synchronization:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """From the end of one optimizer step to that of the next. ``spans`` fill it without a gap.
+    """A step, from the end of one optimizer step to that of the next. ``spans`` fill it without a gap.
 
     ``layout`` says which of the recording's layouts its buckets belong to. ``gathers`` are those whose parameters this
     step used: most of them were started in the previous step.
@@ -150,7 +151,7 @@ class Step:
 
     @property
     def collectives(self) -> int:
-        """How many the engine has started for it, gathers included."""
+        """How many collectives the engine has started for the step, gathers included."""
         return sum(len(each.buckets) for each in self.synchronizations) + len(self.gathers)
 
     def spent(self, name: str) -> float:
@@ -164,7 +165,7 @@ class Step:
 
 
 def _moved(value: Any, seconds: float) -> Any:
-    """All that is a float here is a moment, but for :data:`DURATION`."""
+    """The ``value`` with its moments moved: every float in it is one, but for :data:`DURATION`."""
     if isinstance(value, float):
         return value + seconds
     if isinstance(value, tuple):
@@ -251,7 +252,7 @@ def step_line(step: Step) -> str:
 
 
 def lines_of(recording: Recording) -> Iterator[str]:
-    """All lines of a file."""
+    """All lines of the file of a recording."""
     yield header_line(recording.header)
     yield from (layout_line(number, buckets) for number, buckets in enumerate(recording.layouts))
     yield from (step_line(step) for step in recording.steps)
@@ -269,7 +270,8 @@ def _line(content: dict[str, Any]) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Objects, and arrays for what there is much of. Times to a tenth of a microsecond: clocks are no better."""
+    """The value for JSON, with arrays for what there is much of. Times to a tenth of a microsecond: clocks are no
+    better."""
     if isinstance(value, float):
         return round(value, 7)
     if isinstance(value, tuple):
@@ -290,7 +292,7 @@ def find_recordings(folder: Path) -> list[Path]:
 
 
 def read_recording(path: Path) -> Recording:
-    """Raises ConfigurationError for a file that no rank has written."""
+    """Read the recording of one rank. ConfigurationError for a file that no rank has written."""
     try:
         text = path.read_text()
     except (OSError, ValueError) as error:
@@ -386,13 +388,13 @@ def read_recordings(folder: Path, model: int = 0) -> list[Recording]:
             "train, which always records"
         )
     if model not in models:
-        known = listed([str(number) for number in sorted(models)])
+        known = join_names([str(number) for number in sorted(models)])
         raise ConfigurationError(f"{folder} has no recording of model {model}, only of {known}")
     return _whole(models[model], folder)
 
 
 def read_models(folder: Path) -> list[list[Recording]]:
-    """For each model that was recorded what :func:`read_recordings` has of it."""
+    """The recordings of every model that was recorded, each as :func:`read_recordings` returns them."""
     return [_whole(recordings, folder) for _, recordings in sorted(_models(folder).items())]
 
 
@@ -405,15 +407,15 @@ def _models(folder: Path) -> dict[int, list[Recording]]:
 
 
 def _whole(recordings: Sequence[Recording], folder: Path) -> list[Recording]:
-    """All ranks of one run."""
+    """The recordings of all ranks of one run, or ConfigurationError."""
     found = {each.header.rank: each for each in recordings}
     size, *others = sorted({each.header.world_size for each in recordings})
     if others:
         raise ConfigurationError(
-            f"{folder} has recordings of runs with {listed([str(each) for each in (size, *others)])} ranks: record "
+            f"{folder} has recordings of runs with {join_names([str(each) for each in (size, *others)])} ranks: record "
             "every run into a folder of its own"
         )
-    missing = absent(found, size)
+    missing = name_missing_ranks(found, size)
     if missing:
         raise ConfigurationError(
             f"{folder} has no recording of {missing}: ranks on other hosts write theirs there. Bring all files "

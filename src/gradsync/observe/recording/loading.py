@@ -20,7 +20,7 @@ __all__ = ["LoadingListener", "listen", "loading"]
 
 
 class LoadingListener(Protocol):
-    """Called when data is fetched, on the thread that fetches it."""
+    """A listener that is called when data is fetched, on the thread that fetches it."""
 
     def loading_began(self) -> None: ...
 
@@ -38,7 +38,7 @@ _watches = False
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Code inside fetches or creates data: ``with loading(): batch = next_batch()``.
+    """Mark code that fetches or creates data: ``with loading(): batch = next_batch()``.
 
     Not needed for a torch ``DataLoader``.
     """
@@ -57,7 +57,7 @@ def loading() -> Iterator[None]:
 
 
 def _call(callbacks: Sequence[Callable[[], None]]) -> None:
-    """Watching must not break a training: this runs inside of the user's loader."""
+    """Call a listener and log what it raises: this runs inside the user's loader, and must not break a training."""
     for callback in callbacks:
         try:
             callback()

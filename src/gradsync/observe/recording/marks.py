@@ -21,7 +21,7 @@ from gradsync.communicator import Handle
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.observe.recording.files import GatherTimes, RecordedBucket, Span, Step, Synchronization
 
-__all__ = ["Gather", "Marker", "Marks", "Read", "read_step", "unknown"]
+__all__ = ["Gather", "Marker", "Marks", "Read", "no_core_time", "read_step"]
 
 # What a mark says. Plain numbers: looking up a member of an enumeration takes as long as all the rest of a mark.
 EVALUATION, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, STEP, STEP_END, LOADING, LOADED = range(9)
@@ -36,8 +36,8 @@ Gather = list[Any]
 Read = Callable[[Any], float]
 
 
-def unknown() -> None:
-    """Where backwards run on threads of their own, as on a GPU, and where nobody asks."""
+def no_core_time() -> None:
+    """Measure no time on a core: nobody asks for it, or backwards run on threads of their own, as on a GPU."""
 
 
 class Marker:
@@ -51,7 +51,7 @@ class Marker:
     def __init__(self) -> None:
         self._now: Callable[[], Any] = time.perf_counter
         # Seconds that this thread has been on a core, where they tell something.
-        self._on_core: Callable[[], float | None] = unknown
+        self._on_core: Callable[[], float | None] = no_core_time
         self._marks: Marks = []
         # Those that were started since the last step; by bucket, those that nobody has waited for yet.
         self._gathers: list[Gather] = []
@@ -143,7 +143,7 @@ class _StepReader:
         self._reset()
 
     def _reset(self) -> None:
-        """No backward yet, since the last synchronization."""
+        """Forget the last synchronization: there is no backward yet since then."""
         self._began: float | None = None
         self._on_core: float | None = None
         self._busy: float | None = None
@@ -152,7 +152,7 @@ class _StepReader:
         self._started: dict[int, tuple[float, float | None]] = {}
 
     def end_span(self, now: float, gap: str = "other") -> None:
-        """What was done until now is over."""
+        """End the span of what was done until now."""
         name = gap if self._doing in (_GAP, _ENDING) else self._doing
         if now > self._cursor:
             last = self.spans[-1] if self.spans else None
@@ -163,7 +163,7 @@ class _StepReader:
             self._cursor = now
 
     def marked(self, kind: int, details: Any, now: float) -> None:
-        """The next mark."""
+        """Read the next mark."""
         if kind in self._seen:
             self._seen[kind][details[0]] = now
         elif kind == SYNCHRONIZED:
@@ -191,7 +191,7 @@ class _StepReader:
                     self._busy = details - self._on_core
 
     def started(self, index: int, start: float, reduced: float | None) -> None:
-        """A bucket's collective was started."""
+        """Note that a bucket's collective was started."""
         self._started[index] = (start, reduced)
         if self._doing == _GAP:
             # Without a backward: by synchronize(), or for want of one on this rank.

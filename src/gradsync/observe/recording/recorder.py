@@ -57,8 +57,8 @@ from gradsync.observe.recording.marks import (
     Marker,
     Marks,
     Read,
+    no_core_time,
     read_step,
-    unknown,
 )
 
 __all__ = ["Recorder", "close_recorders"]
@@ -113,16 +113,16 @@ class Recorder(Marker):
         self._closed = self._failed = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, as that of a wrapper takes along, begins with nothing recorded, and writes nothing."""
+        """Copy it without its records: the copy that a copied wrapper takes along begins empty, and writes nothing."""
         return (functools.partial(Recorder, keep=self._keep), ())
 
     # -- what it watches -------------------------------------------------------------------------------------------
 
     def attach(self, synchronizer: Synchronizer, name: str, clock: Clock) -> None:
-        """Called before the first event of this model. A model that moves to another communicator is attached again."""
+        """Prepare for a model, before its first event. One that moves to another communicator is attached again."""
         self._synchronizer = weakref.ref(synchronizer)
         if synchronizer.parameters[0].device.type == "cuda":
-            self._now, self._on_core = DeviceClock(synchronizer.parameters[0].device), unknown
+            self._now, self._on_core = DeviceClock(synchronizer.parameters[0].device), no_core_time
         number = self._next_number(synchronizer) if self._header is None else self._header.model
         self._header = _describe(synchronizer, name, clock, number)
         listen(self)
@@ -131,7 +131,7 @@ class Recorder(Marker):
             self._due = time.monotonic() + self._waits[0]
 
     def _next_number(self, synchronizer: Synchronizer) -> int:
-        """One that no other model of this rank has in the folder, ended or not: it would lose its file."""
+        """A number that no other model of this rank has in the folder, ended or not: it would lose its file."""
         if self.folder is None:
             return 0
         key = self.folder, synchronizer.options.communicator.rank
@@ -139,7 +139,7 @@ class Recorder(Marker):
         return _models[key] - 1
 
     def align(self, clock: Clock) -> None:
-        """Ranks have measured their clocks."""
+        """Take what ranks have measured of their clocks."""
         if self._header is not None:
             self._header = replace(self._header, clock=clock)
 
@@ -216,7 +216,7 @@ class Recorder(Marker):
     # -- a step is over --------------------------------------------------------------------------------------------
 
     def _end_step(self) -> None:
-        """At the next forward: until then another optimizer may step, and the step is not over."""
+        """End the step. Called at the next forward: until then another optimizer may step, and the step is not over."""
         marks, cut, self._cut = self._marks, self._cut, 0
         self._marks = marks[cut:]
         del marks[cut:]
@@ -251,14 +251,14 @@ class Recorder(Marker):
         return self.steps_since(0)
 
     def steps_since(self, number: int) -> list[Step]:
-        """Of :attr:`steps` those from ``number`` on."""
+        """The :attr:`steps` from ``number`` on."""
         if self._cut:
             self._end_step()
         return self._read([each for each in list(self._steps) if each[0] >= number])
 
     @property
     def recording(self) -> Recording | None:
-        """What it has kept; None before it is attached to a model."""
+        """The recording of what it has kept; None before it is attached to a model."""
         steps = self.steps
         header = self._current_header()
         if header is None:
@@ -328,7 +328,7 @@ class Recorder(Marker):
             self._stride *= 2
 
     def close(self) -> None:
-        """The training is over: write the file one last time."""
+        """Write the file one last time: the training is over."""
         if not self._closed:
             self.write(ended=True)
             self._closed = True
@@ -338,7 +338,7 @@ class Recorder(Marker):
 
 @atexit.register
 def close_recorders() -> None:
-    """At the end of the process, or before one that ends by ``os._exit``."""
+    """Close all recorders, at the end of the process or before ``os._exit`` ends it."""
     # Each takes itself off the list.
     for recorder in _unwritten.copy():
         recorder.close()
@@ -371,7 +371,7 @@ def _describe(synchronizer: Synchronizer, name: str, clock: Clock, number: int) 
 
 
 def _changing(synchronizer: Synchronizer) -> dict[str, Any]:
-    """What may change during the training."""
+    """The parts of the header that may change during the training."""
     link = known_link(synchronizer.options.communicator)
     return {
         "reduction": repr(synchronizer.reduction),

@@ -42,7 +42,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """In ``every`` optimizer steps, each of the ``fragments`` is sent once, and merged ``delay`` steps later.
+    """The schedule: in ``every`` optimizer steps each of the ``fragments`` is sent once, and merged ``delay`` steps
+    later.
 
     Raises ConfigurationError for numbers that make no valid schedule.
     """

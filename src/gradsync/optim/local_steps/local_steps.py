@@ -3,10 +3,10 @@
 ::
 
     optimizer.step()      one more step of the cycle
-                          what was sent ``delay`` steps ago has arrived: merge it        exchange.py
+                          what was sent ``delay`` steps ago has arrived: merge it        tensor_exchange.py
                           is a fragment due?
                               how far are the others?                                    progress.py
-                              send what has changed since they last agreed               exchange.py
+                              send what has changed since they last agreed               tensor_exchange.py
 
 [Note: what fails] Everything a round brings is waited for before any parameter is written. If it does not arrive,
 parameters are unchanged, the ranks are out of step, and this object refuses to go on.
@@ -40,7 +40,8 @@ from gradsync.optim.local_steps.arguments import (
     described,
     replica_of,
 )
-from gradsync.optim.local_steps.exchange import (
+from gradsync.optim.local_steps.progress import Agreed, Intent, negotiate
+from gradsync.optim.local_steps.tensor_exchange import (
     AveragedBuffers,
     Outer,
     OuterFactory,
@@ -49,7 +50,6 @@ from gradsync.optim.local_steps.exchange import (
     merge_into,
     wide,
 )
-from gradsync.optim.local_steps.progress import Agreed, Intent, negotiate
 from gradsync.parallel.data_parallel import DistributedDataParallel, TrainingAlone
 from gradsync.parallel.replica import broadcast_tensors
 
@@ -249,7 +249,7 @@ class LocalSteps:
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """After an error inside, ranks are out of step, and this object refuses to go on."""
+        """Keep an error inside as the reason to refuse to go on: ranks are out of step after it."""
         try:
             yield
         except BaseException as failure:
@@ -257,7 +257,7 @@ class LocalSteps:
             raise
 
     def _misfit(self) -> str | None:
-        """In words, what part of the model has changed since it was compared over the ranks."""
+        """What part of the model has changed since it was compared over the ranks, in words."""
         ours = {id(parameter) for parameter in self._parameters}
         for spec, parameter in zip(self._replica.specs, self._replica.parameters, strict=True):
             if parameter.requires_grad and id(parameter) not in ours:

@@ -17,7 +17,7 @@ import torch
 
 from gradsync.base.errors import MismatchError, PeerFailedError
 from gradsync.communicator import Communicator
-from gradsync.communicator.logs import listed, rank_name
+from gradsync.communicator.logs import join_names, rank_name
 
 __all__ = ["Agreed", "Intent", "negotiate"]
 
@@ -68,7 +68,7 @@ def negotiate(communicator: Communicator, rounds: int, fragment: int, intent: In
 def _require_no_failure(communicator: Communicator, intents: Sequence[Intent]) -> None:
     failed = [rank for rank, intent in enumerate(intents) if intent is Intent.FAILED]
     if failed:
-        names = listed([rank_name(communicator.group, rank) for rank in failed])
+        names = join_names([rank_name(communicator.group, rank) for rank in failed])
         raise PeerFailedError(
             f"{names} failed between two synchronizations of local steps, so that this one has no result. Parameters "
             "are those of each rank alone. See the error there, and start again from a checkpoint"

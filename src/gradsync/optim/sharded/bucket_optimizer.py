@@ -37,9 +37,9 @@ __all__ = ["BucketOptimizer", "Options", "refuse_original", "require_optimizer"]
 Options = list[dict[str, Any]]
 
 # Minimum number of buckets on an asynchronous transport: a forward should not wait for parameters it does not need.
-PIECES = 11
-# The number of such buckets that is set at once, without trying sizes one by one.
-PIECES_AT_ONCE = 16
+MIN_BUCKETS = 11
+# How many buckets there are at first, before any size has been tried.
+INITIAL_BUCKETS = 16
 
 
 class BucketOptimizer(torch.optim.Optimizer):
@@ -80,11 +80,11 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _update(self) -> None:
-        """Use the means. Everything from the previous step has arrived."""
+        """Update parameters with the means. Everything from the previous step has arrived."""
 
     @abstractmethod
     def _take_group(self, group: dict[str, Any]) -> None:
-        """A further group was added."""
+        """Take over a further group that was added."""
 
     @abstractmethod
     def move_out(self) -> None:
@@ -128,7 +128,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         if reduction is None or not in_buckets:
             return
         if reduction.scatters and synchronizer.tuner is not None:
-            synchronizer.tuner.fewest = PIECES
+            synchronizer.tuner.fewest = MIN_BUCKETS
         try:
             synchronizer.reduce_with(reduction)
         except BaseException:
@@ -169,12 +169,12 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     @property
     def choice(self) -> ChosenMode | None:
-        """With ``mode="auto"``: what was chosen, and why, once that is decided."""
+        """The choice that ``mode="auto"`` makes, and why, once that is decided; None in other modes."""
         reduction = self._synchronizer.reduction
         return reduction if isinstance(reduction, ChosenMode) else None
 
     def _mode_changed(self, scatters: bool) -> None:
-        """Buckets are about to be rebuilt for shares, or for whole means again."""
+        """Set bucket sizes when buckets are about to be rebuilt for shares, or for whole means again."""
         synchronizer = self._synchronizer
         if not scatters:
             if self._plain_caps is not None:
@@ -183,8 +183,8 @@ class BucketOptimizer(torch.optim.Optimizer):
         self._plain_caps = caps = synchronizer.caps
         total = sum(plan.numel * plan.dtype.itemsize for plan in synchronizer.layout.buckets)
         # Sizes that were requested stay; and so do those on transports that are not asynchronous.
-        if synchronizer.tuner is not None and caps.from_the_end and max(caps.caps) > total // PIECES:
-            cap = max(total // PIECES_AT_ONCE, SMALLEST_BUCKET)
+        if synchronizer.tuner is not None and caps.from_the_end and max(caps.caps) > total // MIN_BUCKETS:
+            cap = max(total // INITIAL_BUCKETS, SMALLEST_BUCKET)
             synchronizer.caps = BucketCaps.tapered(cap, least=SMALLEST_BUCKET)
 
     @property
@@ -245,7 +245,7 @@ class BucketOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _aborting_on_error(self) -> Iterator[None]:
-        """An error inside is raised on this rank alone: abort the communicators, so that the others do not wait."""
+        """Abort the communicators after an error inside, which this rank alone raises: the others must not wait."""
         try:
             yield
         except BaseException as error:

@@ -101,7 +101,7 @@ class Gather:
         self.is_finished = False
 
     def announce(self) -> None:
-        """From now on, reading one of the parameters asks here first."""
+        """Have whoever reads one of the parameters ask here first, from now on."""
         for parameter in self._parameters:
             # Before what it waits for: pickling an ordinary parameter takes along all its attributes.
             parameter.__class__ = AwaitedParameter
@@ -119,16 +119,16 @@ class Gather:
         return self._arrive is not None
 
     def started(self, arrive: Callable[[], None]) -> None:
-        """The values are being gathered: ``arrive`` waits for them, and writes them into the parameters."""
+        """Note that the values are being gathered: ``arrive`` waits for them, and writes them into the parameters."""
         self._arrive = arrive
 
     def fail(self, error: BaseException) -> None:
-        """The values will never arrive, unless they have been started."""
+        """Note that the values will never arrive, unless they have been started."""
         if self._arrive is None and self._error is None:
             self._error = error_for_later(error)
 
     def finish_here(self) -> None:
-        """:meth:`finish`, on the thread that may change parameters."""
+        """Do what :meth:`finish` does, on the thread that may change parameters."""
         if self._error is not None:
             raise self._error
         if self._arrive is not None and not self.is_finished:

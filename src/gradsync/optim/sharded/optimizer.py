@@ -88,7 +88,7 @@ class ShardedOptimizer(BucketOptimizer):
             self._segments.let_go()
 
     def moved(self, buckets: Sequence[Bucket]) -> None:
-        """Buckets were rebuilt: the state follows its parameters. Collective."""
+        """Move the state with its parameters, after buckets were rebuilt. Collective."""
         if not self._scatters:
             buckets = []
             if self._segments is None:
@@ -101,12 +101,16 @@ class ShardedOptimizer(BucketOptimizer):
             if index in parts:
                 states[index] = state.part(parts[index])
             elif index not in inside:
-                self._rest(index, state)
+                self._keep_outside(index, state)
         numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         group_of = {index: numbers[id(p)] for index, p in enumerate(self._synchronizer.parameters) if id(p) in numbers}
         # Ranks that share memory are faster in the communicator's own memory, where parameters do not lie.
         own = isinstance(self._synchronizer.communicator, SharedMemoryCommunicator | HierarchicalCommunicator)
-        self._segments = Segments(shares, group_of, self._make, states, through_bucket=own) if self._scatters else None
+        self._segments = (
+            Segments(shares, group_of, self._make_inner_optimizer, states, through_bucket=own)
+            if self._scatters
+            else None
+        )
         self._update_outside({id(parameter) for bucket in buckets for parameter in bucket.parameters})
 
     def _all_states(self) -> Iterator[tuple[int, ParameterState]]:
@@ -119,21 +123,21 @@ class ShardedOptimizer(BucketOptimizer):
             if self._outside.state.get(parameter):
                 yield index, from_parameter(self._outside.state[parameter], parameter, synchronizer.specs[index])
 
-    def _rest(self, index: int, state: ParameterState) -> None:
+    def _keep_outside(self, index: int, state: ParameterState) -> None:
         """Keep the state of a parameter that has no place in a bucket, whole, on every rank."""
         parameter = self._synchronizer.parameters[index]
         kept = to_parameter(state, self._synchronizer.specs[index], parameter.device)
         self._outside.state[parameter] = kept
 
     def _update_outside(self, inside: Collection[int]) -> None:
-        """From now on, every rank updates what is not ``inside`` buckets."""
+        """Have every rank update what is not ``inside`` buckets, from now on."""
         for group, ours in zip(self._outside.param_groups, self.param_groups, strict=True):
             group["params"] = [parameter for parameter in ours["params"] if id(parameter) not in inside]
         for parameter in [parameter for parameter in self._outside.state if id(parameter) in inside]:
             del self._outside.state[parameter]
 
-    def _make(self, members: Sequence[tuple[int, list[nn.Parameter]]]) -> torch.optim.Optimizer:
-        """An optimizer over segments: for each group its number, and flat parameters."""
+    def _make_inner_optimizer(self, members: Sequence[tuple[int, list[nn.Parameter]]]) -> torch.optim.Optimizer:
+        """Make the optimizer over segments. ``members``: for each group its number, and flat parameters."""
         groups = [{**self._group_options(number), "params": parameters} for number, parameters in members]
         return self._class(groups, **self._options)
 
@@ -262,7 +266,7 @@ class ShardedOptimizer(BucketOptimizer):
         self._outside.state.clear()
         for index, state in states.items():
             if index not in inside:
-                self._rest(index, state.narrowed(self._synchronizer.parameters[index]))
+                self._keep_outside(index, state.narrowed(self._synchronizer.parameters[index]))
         if self._segments is not None:
             self._segments.cut({index: state for index, state in states.items() if index in parts})
         self._consolidated = None

@@ -41,7 +41,7 @@ __all__ = ["OverlappedOptimizer"]
 
 
 class ShadowParameter:
-    """``itself`` is a parameter that shares the memory of a model's parameter."""
+    """A shadow of a model's parameter: ``itself`` is a parameter that shares its memory."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter

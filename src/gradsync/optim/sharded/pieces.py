@@ -40,7 +40,7 @@ class CheckpointPiece(torch.Tensor):
 
     @classmethod
     def of(cls, values: torch.Tensor, offset: int, whole: int) -> "CheckpointPiece":
-        """``values`` are the elements from ``offset`` on, of ``whole``."""
+        """The piece whose ``values`` are the elements from ``offset`` on, of ``whole``."""
         piece: CheckpointPiece = torch.Tensor._make_subclass(cls, values.detach())
         piece.local, piece.whole = values.detach(), torch.Size([whole])
         piece.stored = ChunkStorageMetadata(offsets=torch.Size([offset]), sizes=values.shape)

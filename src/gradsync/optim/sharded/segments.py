@@ -32,12 +32,12 @@ class ShareSegment:
         self.gradient = share.gradient[self._place]
 
     def lie_in(self, flat: torch.Tensor) -> None:
-        """From now on it is a part of ``flat``, which is a share."""
+        """Make the segment a part of ``flat``, which is a share, from now on."""
         self.flat.data = flat[self._place]
 
     @property
     def used(self) -> list[bool]:
-        """For each parameter, whether any rank has a gradient."""
+        """Whether any rank has a gradient, for each parameter."""
         return [part.parameter.grad is not None for part in self.parts]
 
     def cut_out(self, part: Part, flat: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ class Segments:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def place(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Before a step: make sure that all shares have memory. ``parameters`` are all of the model."""
+        """Make sure before a step that all shares have memory. ``parameters`` are all of the model."""
         self._left = []
         shares = [share for share in self.shares if share.needs_place]
         if not shares:

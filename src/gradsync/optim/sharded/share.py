@@ -175,7 +175,7 @@ class Share:
             self.sent.copy_(self.flat)
 
     def receive(self) -> None:
-        """New parameters of all ranks have arrived."""
+        """Take the new parameters of all ranks, which have arrived."""
         if self._attached is None:
             torch._foreach_copy_(list(self.bucket.parameters), list(self.gathered_views))
             return
@@ -306,7 +306,7 @@ def _are_alone(group: list[nn.Parameter]) -> bool:
 
 
 def _extent(parameter: nn.Parameter) -> tuple[int, int]:
-    """Where a parameter begins and ends in its storage, in bytes."""
+    """The bytes at which a parameter begins and ends in its storage."""
     strides = zip(parameter.stride(), parameter.shape, strict=True)
     last = 1 + sum(stride * (extent - 1) for stride, extent in strides) if parameter.numel() else 0
     first = int(parameter.storage_offset())

@@ -48,7 +48,7 @@ class ParameterState:
         return ParameterState(tensors=tensors, scalars=self.scalars)
 
     def narrowed(self, parameter: nn.Parameter) -> "ParameterState":
-        """As a plain optimizer keeps it: in the parameter's own dtype, without a more precise copy of it."""
+        """The state as a plain optimizer keeps it: in the parameter's own dtype, without a more precise copy of it."""
         dtype = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
         tensors = {
             key: value.to(dtype) if value.is_floating_point() else value

@@ -125,11 +125,11 @@ class Device:
         """Wait until everything that was started is done: on the CPU, it is."""
 
     def mark(self) -> Any:
-        """This moment of the work."""
+        """A mark of this moment of the work."""
         return time.perf_counter()
 
     def seconds(self, began: Any, ended: Any) -> float:
-        """Between two marks."""
+        """The seconds between two marks."""
         return float(ended - began)
 
     def emulated(self, profile: Profile) -> nn.Module:
@@ -194,7 +194,7 @@ class GpuSharing(StrEnum):
 
 
 def place_of(cell: Cell) -> "AbstractContextManager[Lab | SharedGpu | None]":
-    """Where the ranks of a cell run while the context is open: hosts, a shared GPU, or None for this machine alone."""
+    """The place where the ranks of a cell run while it is open: hosts, a shared GPU, or None for this machine alone."""
     if cell.hosts is not None:
         rate = None if cell.rate is None else Rate.parse(cell.rate)
         return Lab(LabPlan(name=LAB_NAME, hosts=cell.hosts, rate=rate))

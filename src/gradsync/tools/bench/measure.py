@@ -83,7 +83,7 @@ class CellRounds:
         self._order = random.Random(ORDER_SEED)
 
     def fact(self, name: str, value: object) -> None:
-        """Something a reader of the results has to know; as rank 0 sees it."""
+        """Note something that a reader of the results has to know, as rank 0 sees it."""
         if self.rank == 0:
             self._rows.fact(name, value)
 
@@ -97,7 +97,7 @@ class CellRounds:
             self._rows.write("absent", variant=variant, reason=reason)
 
     def run(self, variants: Mapping[str, Step]) -> None:
-        """All rounds of the cell; the samples go to the raw file after each."""
+        """Run all rounds of the cell; the samples go to the raw file after each."""
         total = self.cell.warmup + self.cell.rounds
         for number in range(total):
             timings = self._round(variants)
@@ -134,7 +134,7 @@ class CellRounds:
         return self._share({name: own[name] for name in variants})
 
     def mean(self, value: float) -> float:
-        """Of what the ranks have."""
+        """The mean of the values of all ranks. Collective."""
         return statistics.fmean(json.loads(each) for each in gather_bytes(self._control, json.dumps(value).encode()))
 
     def _time(self, step: Step) -> Sample:
@@ -176,6 +176,6 @@ class CellRounds:
 
 
 def _mean_parts(returned: Sequence[Parts | LateParts | None]) -> Parts:
-    """Over the steps of a block."""
+    """The mean of the parts over the steps of a block."""
     known = [each() if callable(each) else each for each in returned if each is not None]
     return {name: statistics.fmean(each[name] for each in known) for name in (known[0] if known else {})}

@@ -159,7 +159,8 @@ class Gradsync(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class GradsyncLocal(Peer):
-    """Every rank trains locally; after ``every`` steps parameters are averaged, or combined by an ``outer``."""
+    """gradsync's local steps: every rank trains locally; after ``every`` steps parameters are averaged, or combined by
+    an ``outer``."""
 
     name: str = "gradsync local"
     every: int

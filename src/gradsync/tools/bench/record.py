@@ -164,7 +164,7 @@ class Cell:
 
     @property
     def bytes_per_second(self) -> float | None:
-        """Of a link; None if nothing limits it."""
+        """The bytes per second of a link; None if nothing limits it."""
         return None if self.rate is None else Rate.parse(self.rate).bytes_per_second
 
     def transfer_seconds(self, nbytes: int, *, senders: int | None = None) -> float:
@@ -219,7 +219,7 @@ class CellRecord:
         return self.ratio(variant, baseline).median if known else None
 
     def sent(self, variant: str) -> float:
-        """Median of the bytes a step sent."""
+        """The median of the bytes that a step sent."""
         return statistics.median(sample.sent for sample in self.samples[variant].values())
 
     def part(self, variant: str, name: str) -> float:
@@ -247,7 +247,7 @@ class RowFile:
         self._drop_half_a_line()
 
     def _drop_half_a_line(self) -> None:
-        """Of an earlier run whose disk was full, or whose machine stopped: what follows would be one line with it."""
+        """Drop half a line that a full disk or a stopped machine has left: what follows would be one line with it."""
         written = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
         os.truncate(self._descriptor, written.rfind(b"\n") + 1)
 

@@ -55,7 +55,7 @@ class Placement:
 
     @classmethod
     def on(cls, device: str) -> "Placement":
-        """By the name of the device."""
+        """The placement on the device of that name."""
         if device not in ("cpu", "cuda"):
             raise ConfigurationError(f"--device is cpu or cuda, got {device!r}")
         if device == "cpu":
@@ -81,7 +81,7 @@ class Placement:
         return [self._placed(cell) for cell in scenario.gpu_cells(quick=quick)]
 
     def scenarios(self, asked: Sequence[Scenario], *, all_of_them: bool) -> Sequence[Scenario]:
-        """Those that have cells here; one that was asked for by its name must."""
+        """The scenarios that have cells here; one that was asked for by its name must."""
         found = [each for each in asked if not self.gpus or each.gpu_cells(quick=True)]
         if not all_of_them and len(found) < len(asked):
             raise ConfigurationError(f"{asked[0].name} runs on CPU ranks only: leave --device cuda out")
@@ -165,7 +165,7 @@ class RunPlan:
         return cell.hosts is None or not self.no_lab
 
     def seconds(self, scenario: Scenario) -> float:
-        """About how long it takes."""
+        """About how many seconds the plan takes."""
         return sum(cell.seconds for cell in self.cells(scenario) if self.runs(cell))
 
 
@@ -180,7 +180,7 @@ class BenchOutcome:
 
 
 def run(plan: RunPlan, screen: BenchScreen) -> BenchOutcome:
-    """All cells of all scenarios, one after the other, then the report."""
+    """Run all cells of all scenarios, one after the other, then build the report."""
     if plan.reports:
         # Nobody wants to hear after an hour that it cannot be shown.
         require("jinja2", "matplotlib")
@@ -320,7 +320,7 @@ def describe_machine() -> dict[str, str | int | float]:
 
 
 def _cpu() -> str:
-    """As lscpu names it, which knows the parts of ARM, too: their kernels tell numbers only."""
+    """The name of the CPU from lscpu, which knows the parts of ARM, too: their kernels tell numbers only."""
     with suppress(OSError, subprocess.SubprocessError):
         found = subprocess.run(
             ["lscpu"], env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True, check=True, timeout=10
@@ -331,7 +331,7 @@ def _cpu() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of every package whose speed is compared; what is not there says so."""
+    """The versions of Python and of every package whose speed is compared; what is not there says so."""
     found = {"python": platform.python_version()}
     for package in ("gradsync", *PACKAGES):
         try:

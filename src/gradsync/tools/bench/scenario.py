@@ -142,7 +142,7 @@ class Scenario(ABC):
     def cells(self, *, quick: bool) -> list[Cell]: ...
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
-        """Those over NCCL, for two ranks and more, wherever these find their GPUs; none, if it is for CPU ranks."""
+        """The cells over NCCL, for two ranks and more, wherever these find their GPUs; none, if it is for CPU ranks."""
         return []
 
     def measure(self, rounds: CellRounds) -> None:
@@ -230,8 +230,8 @@ def paper_models(*, quick: bool) -> list[dict[str, Any]]:
 
 
 def paper_cells(*, quick: bool, steps: float, more: Mapping[str, Mapping[str, Any]] | None = None) -> list[Cell]:
-    """One over NCCL for each model of the DDP paper, with ``more`` options by model. All variants take ``steps`` times
-    as long as a step's computation."""
+    """A cell over NCCL for each model of the DDP paper, with ``more`` options by model. All variants take ``steps``
+    times as long as a step's computation."""
     return [
         gpu_cell(
             f"{options['model']}, 2 ranks, NCCL",
@@ -270,7 +270,7 @@ def colour_of(name: str) -> str:
 
 
 def known(values: Mapping[Key, float | None]) -> dict[Key, float]:
-    """Those that were measured."""
+    """The values that were measured."""
     return {key: value for key, value in values.items() if value is not None}
 
 

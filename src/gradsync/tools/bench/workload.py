@@ -75,11 +75,11 @@ class Workload(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Of the gradients."""
+        """The bytes of the gradients."""
         return self.parameters * FLOAT_BYTES
 
     def wrap(self, peer: Peer, *, window: int = 1) -> WrappedModel:
-        """The same weights for everyone."""
+        """Wrap the model, with the same weights for everyone."""
         torch.manual_seed(SEED)
         made = getattr(torch.optim, self.optimizer)
         with self.device.torch_device:
@@ -87,7 +87,7 @@ class Workload(ABC):
         return peer.wrap(model, partial(made, lr=self.learning_rate, foreach=True), window=window)
 
     def note(self, rounds: CellRounds, *, senders: int | None = None) -> None:
-        """Its size, and what bounds a step that synchronizes it once, among ``senders`` or all ranks."""
+        """Note its size, and what bounds a step that synchronizes it once, among ``senders`` or all ranks."""
         rounds.fact("gradient bytes", self.nbytes)
         rounds.limits(compute=ALONE, communication={EVERY: rounds.cell.transfer_seconds(self.nbytes, senders=senders)})
 
@@ -224,7 +224,7 @@ def window_step(wrapped: WrappedModel, forward: Forward, *, count: int, pattern:
 
 
 def plain_step(workload: Workload, peer: Peer) -> Step:
-    """One micro-batch, synchronized, and an update, under this peer."""
+    """A step of one micro-batch, synchronized, and an update, under this peer."""
     return window_step(workload.wrap(peer), workload.forward, count=1, pattern=Pattern.EVERY)
 
 

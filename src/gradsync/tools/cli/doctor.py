@@ -81,7 +81,7 @@ def _show(console: Console, findings: list[Finding]) -> None:
 
 
 def _lines(findings: list[Finding]) -> list[str]:
-    """The same without a terminal: no colours, no wrapping, one line a finding where that is possible."""
+    """The findings without a terminal: no colours, no wrapping, one line a finding where that is possible."""
     lines = []
     for finding in findings:
         lines += _row(finding, finding.detail)
@@ -110,7 +110,7 @@ def _sentence(findings: list[Finding]) -> str:
 
 
 def _report(findings: list[Finding]) -> list[str]:
-    """For a bug report: no host names, no addresses, no paths."""
+    """The findings for a bug report: no host names, no addresses, no paths."""
     first = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = [f"{finding.status} {finding.name}: {_joined(finding.public_detail)}" for finding in findings]
     return ["For a bug report (no host names, addresses or paths):", "```", first, *lines, "```"]

@@ -259,7 +259,7 @@ class ExitRecords:
                 os.pwrite(memory, data, 0)
 
     def read(self) -> dict[int, ExitRecord]:
-        """By rank."""
+        """The exit records that ranks have left, by rank."""
         records = {rank: ExitRecord.read(_content(memory)) for rank, memory in enumerate(self._memories)}
         return {rank: record for rank, record in records.items() if record is not None}
 

@@ -21,7 +21,7 @@ import torch
 
 from gradsync.base.environment import LOOPBACK, read_environment
 from gradsync.base.errors import ConfigurationError
-from gradsync.communicator.logs import listed
+from gradsync.communicator.logs import join_names
 from gradsync.health.elastic import LIGHTHOUSE, Elastic, Lighthouse
 from gradsync.tools.cli.failure_message import WRONG_USE, ExitRecords, FailureReport, refusing
 from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
@@ -218,7 +218,7 @@ def _run(
 
 
 def _await_cause(ranks: RankProcesses, records: ExitRecords, seconds: float) -> list[Failure]:
-    """Those that have failed by themselves. If they have only lost another rank, that one has ``seconds`` to say why:
+    """The ranks that failed by themselves. If they have only lost another rank, that one has ``seconds`` to say why:
     its connections may be closed long before it ends, by a ``finally``."""
     deadline = time.monotonic() + seconds
     while (
@@ -237,7 +237,7 @@ def _end(ranks: RankProcesses, signals: Sequence[signal.Signals], grace: float) 
     if not signals:
         ranks.running_after(min(grace, FAILURE_SECONDS))
     elif grace > SLOW_SECONDS and (late := ranks.running_after(SLOW_SECONDS)) and len(signals) == 1:
-        names = listed([str(place) for place in late])
+        names = join_names([str(place) for place in late])
         verb = "finishes its step" if len(late) == 1 else "finish their step"
         _say(f"{names} still {verb}, and write a checkpoint. A second Ctrl-C or SIGTERM kills without one")
         ranks.running_after(grace - SLOW_SECONDS)

@@ -114,7 +114,7 @@ def _prints_its_errors() -> bool:
 
 
 def _run_here(script: UserScript, keep: bool, record: Path | None) -> NoReturn:
-    """As a rank of another launcher, or as the process that starts ranks. Rank 0 prints the summary of all it sees."""
+    """Run the script in this process: a rank of a launcher, or one that starts ranks. Rank 0 prints the summary."""
     place = read_environment()
     common = record is not None or (place.launcher != "none" and place.local_world_size == place.world_size)
     with _folder(record) if record is not None or not common else common_folder(place) as folder:
@@ -147,7 +147,7 @@ def _folder(record: Path | None) -> Iterator[Path]:
 
 
 def _print_summary(script: UserScript, folder: Path, accounts: list[Account]) -> None:
-    """Beside what the script writes, which may be read by another program."""
+    """Print the summary beside what the script writes, which may be read by another program."""
     if not accounts:
         # It failed, and has printed why.
         return
@@ -160,8 +160,8 @@ def _print_summary(script: UserScript, folder: Path, accounts: list[Account]) ->
 
 
 def _explained(folder: Path) -> list[str]:
-    """Of gradsync's wrappers there are recordings. Nothing where they do not make a whole: of too few steps, or of
-    ranks that write elsewhere."""
+    """The explanation of recordings of gradsync's wrappers. Nothing where they do not make a whole: of too few steps,
+    or of ranks that write elsewhere."""
     lines: list[str] = []
     try:
         for recordings in read_models(folder):

@@ -25,7 +25,7 @@ def examine(
     sharing: SharedGpuPlan | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Finding]:
-    """All checks, in the order of the table.
+    """Run all checks, in the order of the table.
 
     ``timeout``: seconds for each measurement of a link. ``sharing``: how the ranks of NCCL share a GPU, if they do.
     """

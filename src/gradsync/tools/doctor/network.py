@@ -81,7 +81,7 @@ class Interface:
 
 
 def list_interfaces() -> tuple[Interface, ...]:
-    """Those that are up or have an address: the others are of no use to anybody."""
+    """The interfaces that are up or have an address: the others are of no use to anybody."""
     six = _ipv6_addresses()
     found = []
     for _, name in socket.if_nameindex():
@@ -128,7 +128,7 @@ def check_interfaces(interfaces: tuple[Interface, ...]) -> Finding:
 
 
 def _first_useful(interfaces: tuple[Interface, ...]) -> Interface | None:
-    """Through which other machines may be reached: the fastest, and of equal ones the first."""
+    """The interface by which other machines may be reached: the fastest, and of equal ones the first."""
     outside = [each for each in interfaces if each.up and not each.is_loopback]
     useful = [each for each in outside if any(not address.startswith(LINK_LOCAL) for address in each.addresses)]
     return max(useful, key=lambda each: each.megabits or 0, default=None)
@@ -276,7 +276,7 @@ def measured(
     choice: str = "",
     chosen: Mapping[str, float] | None = None,
 ) -> Finding:
-    """``seconds`` by bytes. Bandwidth is that of the algorithm: bytes of the tensor by time.
+    """The finding on measured ``seconds`` by bytes. Bandwidth is that of the algorithm: bytes of the tensor by time.
 
     ``choice`` is the transport gradsync would take between such ranks, and ``chosen`` its seconds. Times of ranks that
     share a GPU are shown, and not judged.
@@ -326,7 +326,7 @@ def be_rank() -> None:
 
 
 def _median_seconds(communicator: Communicator, device: torch.device) -> dict[int, float]:
-    """By bytes."""
+    """The median seconds of an all-reduce, by bytes."""
     medians, ranks = {}, communicator.world_size
     for nbytes, repeats in REPEATS.items():
         readings = []

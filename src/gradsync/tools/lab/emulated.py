@@ -139,7 +139,7 @@ def _spread(name: str, layers: list[Layer], seconds: float) -> Profile:
 
 
 def _layer(name: str, shapes: Mapping[str, Shape], work: float) -> Layer:
-    """Before its seconds are known: its work in multiplications stands for them."""
+    """A layer before its seconds are known: its work in multiplications stands for them."""
     forward = FORWARD_SHARE * work
     return Layer(name=name, shapes=shapes, forward_seconds=forward, backward_seconds=work - forward)
 
@@ -284,7 +284,7 @@ class EmulatedGpuModel(nn.Module):
 
 
 class _EmulatedLayer(nn.Module):
-    """Its parameters, and the work that yields their gradients."""
+    """An emulated layer: its parameters, and the work that yields their gradients."""
 
     def __init__(
         self,
@@ -353,7 +353,7 @@ class _SleepingClock:
         self._host = 0.0
 
     def start(self) -> None:
-        """No layer comes before the next."""
+        """Start anew: no layer comes before the next."""
         self._host = time.thread_time() + _queued_seconds()
 
     def begin(self, seconds: float) -> None:
@@ -395,12 +395,12 @@ class _GpuClock:
         torch.cuda._sleep(int(seconds * self._cycles_per_second))
 
     def finish(self, seconds: float) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
 
 @functools.cache
 def cycles_per_second() -> float:
-    """Of the clock that the kernels watch; the fastest of many trials, since clocks rise and others may have a turn."""
+    """The rate of the clock that kernels watch; the fastest of many trials: clocks rise, others may have a turn."""
     fastest = 0.0
     for _ in range(TRIALS):
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

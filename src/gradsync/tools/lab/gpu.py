@@ -46,8 +46,8 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class SharedGpuPlan:
-    """``ranks`` processes on GPU number ``gpu``. NCCL uses at most ``channels`` channels; fewer leave more of the GPU
-    to compute."""
+    """A plan for ``ranks`` processes on GPU number ``gpu``. NCCL uses at most ``channels`` channels; fewer leave more
+    of the GPU to compute."""
 
     ranks: int = 2
     gpu: int = 0

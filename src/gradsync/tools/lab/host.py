@@ -61,7 +61,7 @@ class Counters:
 
 
 def read_counters(interface: str = INTERFACE) -> Counters:
-    """Those of this process's own network: inside a rank, of its host."""
+    """The counters of this process's own network: inside a rank, of its host."""
     # Not /proc/net, which shows the network of the process's first thread.
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")

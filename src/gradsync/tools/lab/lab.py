@@ -55,7 +55,7 @@ TELLING, STDERR = signal.SIGUSR1, 2
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Rate:
-    """Bits a second, in powers of ten as on every network card."""
+    """A rate in bits a second, in powers of ten as on every network card."""
 
     bits_per_second: int
 
@@ -67,7 +67,7 @@ class Rate:
 
     @classmethod
     def parse(cls, text: str) -> "Rate":
-        """Bits as in ``400mbit``, ``2.5gbit``, ``10Gbit/s``; bytes as in ``50MB/s``."""
+        """Read a rate: bits as in ``400mbit``, ``2.5gbit``, ``10Gbit/s``; bytes as in ``50MB/s``."""
         for pattern, bits in ((BITS, 1), (BYTES, 8)):
             match = pattern.fullmatch(text.strip())
             if match is not None:
@@ -83,7 +83,7 @@ class Rate:
         return self.bits_per_second / 8
 
     def __str__(self) -> str:
-        """What :meth:`parse` and ``tc`` read: ``2.5gbit``."""
+        """The rate as :meth:`parse` and ``tc`` read it: ``2.5gbit``."""
         for prefix in ("t", "g", "m", "k"):
             if self.bits_per_second >= PREFIXES[prefix] and prefix != "t":
                 number = f"{self.bits_per_second / PREFIXES[prefix]:.6f}".rstrip("0").rstrip(".")
@@ -355,7 +355,7 @@ def _switch_links(lab: str) -> list[dict[str, Any]]:
 
 
 def _rates(namespace: str) -> dict[str, Rate]:
-    """Of the shaped interfaces in a namespace."""
+    """The rates of the shaped interfaces in a namespace."""
     return {
         queue["dev"]: Rate(bits_per_second=queue["options"]["rate"] * 8)
         for queue in tc.json("qdisc", "show", namespace=namespace)

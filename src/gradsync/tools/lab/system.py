@@ -75,14 +75,14 @@ def check_fit() -> None:
 
 
 class Program:
-    """``ip``, which makes the hosts, or ``tc``, which shapes their links."""
+    """A program to run: ``ip``, which makes the hosts, or ``tc``, which shapes their links."""
 
     def __init__(self, name: str, *details: str) -> None:
         self._name = name
         self._details = details
 
     def __call__(self, *arguments: str, namespace: str | None = None, written: str = "") -> str:
-        """One command; its output."""
+        """Run one command, and return its output."""
         command = [self._name, *([] if namespace is None else ["-netns", namespace]), *arguments]
         path = shutil.which(self._name, path=SEARCHED) or self._name
         try:
@@ -99,7 +99,7 @@ class Program:
         return answer.stdout
 
     def lines(self, namespace: str, lines: Iterable[str]) -> None:
-        """Several commands in one process; the first that fails raises."""
+        """Run several commands in one process; the first that fails raises."""
         self("-batch", "-", namespace=namespace, written="\n".join(lines))
 
     def json(self, *arguments: str, namespace: str) -> list[dict[str, Any]]:
@@ -136,7 +136,7 @@ def enter_host(namespace: str, name: str, addresses: Mapping[str, str]) -> None:
 
 
 def inside(namespace: str, function: Callable[[], R]) -> R:
-    """``function()`` in a thread of this process that has the network of a host; everything else is as here."""
+    """Run ``function()`` in a thread of this process that has the network of a host; everything else is as here."""
 
     def work() -> R:
         _enter_network(namespace)
@@ -213,7 +213,7 @@ class LabRecord:
 
     @classmethod
     def of(cls, lab: str) -> "LabRecord | None":
-        """None if there is no such lab, or only parts of one."""
+        """The record of a lab; None if there is no such lab, or only parts of one."""
         if switch_name(lab) not in _all_namespaces():
             return None
         try:
@@ -249,7 +249,7 @@ def remove(lab: str) -> None:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Only one process at a time creates or removes labs."""
+    """A context that one process at a time enters, to create or remove labs."""
     deadline = time.monotonic() + LOCK_SECONDS
     with socket.socket(socket.AF_UNIX) as lock:
         while True:
@@ -267,7 +267,7 @@ def alone() -> Iterator[None]:
 
 
 def _end_processes(namespace: str) -> None:
-    """Again until none is left: a process may start another before it ends."""
+    """End the processes of a host, again until none is left: one may start another before it ends."""
     deadline = time.monotonic() + KILL_SECONDS
     while True:
         try:
@@ -291,7 +291,7 @@ def _all_namespaces() -> list[str]:
 
 
 def _start_time(pid: int) -> int | None:
-    """In the kernel's ticks since boot; None if the process has ended."""
+    """The start of a process in the kernel's ticks since boot; None if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -70,7 +70,7 @@ class CausalLM(nn.Module):
 
     @property
     def parameter_count(self) -> int:
-        """Numbers in all parameters; what is shared counts once."""
+        """How many numbers all parameters have; what is shared counts once."""
         return sum(each.numel() for each in self.parameters())
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.health.watch import straggling
+from gradsync.health.watch import slowness_warnings
 from gradsync.observe.charts.numbers import count
 from gradsync.observe.explain import Explanation
 from gradsync.observe.explain.explanation import NAMES, gained
@@ -104,7 +104,7 @@ class RunRecorder(Listener):
 
     def _note_what_is_slow(self, step: int) -> None:
         # The watch has put it on the screen when it found it.
-        for words in straggling()[self._noted :]:
+        for words in slowness_warnings()[self._noted :]:
             self._noted += 1
             self._folder.note(step, words)
 

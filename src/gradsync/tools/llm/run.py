@@ -97,7 +97,7 @@ class ElasticTrainer(Trainer):
 
     @property
     def planned_ranks(self) -> int:
-        """As many as the launcher says: not those that are there by chance when a rank begins."""
+        """How many ranks the launcher says, and not those that are there by chance when a rank begins."""
         return self.accelerator.environment.world_size
 
     def run(self, listener: Listener | None = None) -> TrainingOutcome:

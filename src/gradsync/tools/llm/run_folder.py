@@ -189,7 +189,7 @@ class Run:
         return last - first + max(1, min(self.stride, first))
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """Step and value of every step that has one."""
+        """The step and the value of ``name`` of every record that has one."""
         return [(record["step"], float(record[name])) for record in self.steps if record.get(name) is not None]
 
 

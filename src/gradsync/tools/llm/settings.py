@@ -128,7 +128,7 @@ class TrainSettings:
 
     @property
     def local_steps(self) -> int | None:
-        """After how many steps of its own a rank meets the others; None where gradients are averaged in every one."""
+        """How many steps of its own a rank takes between meetings; None where gradients are averaged in every one."""
         kind, _, number = self.reduction.partition(":")
         if kind != LOCAL:
             return None

@@ -96,7 +96,7 @@ def import_extra(module: str, purpose: str, extra: str = "hf") -> Any:
 
 @contextmanager
 def explained(what: str, advice: str = "") -> Iterator[None]:
-    """Whatever another library raises in here, be it a KeyError, is about what it was given: one line says so."""
+    """Turn whatever another library raises inside, be it a KeyError, into one line about what it was given."""
     try:
         yield
     except ConfigurationError:
@@ -161,7 +161,7 @@ def _texts_in(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _files_below(folder: Path, *, skipped: Set[str] = frozenset()) -> list[Path]:
-    """Sorted by their names relative to the folder; without hidden ones and folders of the names to skip."""
+    """The files below, sorted by their names relative to the folder; without hidden ones and folders to skip."""
 
     def refuse(error: OSError) -> None:
         raise ConfigurationError(f"cannot read the folder {error.filename}: {error.strerror}") from error
@@ -205,7 +205,7 @@ class HuggingFaceSource:
 
     @classmethod
     def parse(cls, spec: str) -> "HuggingFaceSource":
-        """``hf:NAME[@CONFIG][:SPLIT[:COLUMN]]``, where a split may be a slice like ``train[:1%]``."""
+        """Read ``hf:NAME[@CONFIG][:SPLIT[:COLUMN]]``, where a split may be a slice like ``train[:1%]``."""
         name, *rest = re.split(r":(?![^\[]*\])", spec.removeprefix("hf:"))
         if not name or len(rest) > 2 or not all(rest):
             raise ConfigurationError(f"expected hf:NAME[@CONFIG][:SPLIT[:COLUMN]], got {spec!r}")
@@ -216,7 +216,7 @@ class HuggingFaceSource:
 
     @property
     def path(self) -> Path | None:
-        """Where it lies, for a dataset that is local."""
+        """The path of a dataset that is local."""
         path = Path(self.name).expanduser()
         return path if path.exists() else None
 

@@ -45,8 +45,8 @@ MOST_RANKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TimeShares:
-    """``parts`` are seconds of the mean ``step``; ``edges`` frame the columns, of which each has a share of every part;
-    ``waits`` are what is waited for."""
+    """Shares of time: ``parts`` are seconds of the mean ``step``; ``edges`` frame the columns, of which each has a
+    share of every part; ``waits`` are what is waited for."""
 
     parts: Mapping[str, float]
     step: float
@@ -66,7 +66,7 @@ class TimeShares:
 
 
 def time_shares(run: Run, explanation: Explanation | None) -> TimeShares | None:
-    """Of the run; None where no times were recorded."""
+    """The time shares of the run; None where no times were recorded."""
     if explanation is None:
         return _of_phases(run)
     mean, begin = explanation.split.mean, first_step(run, explanation)
@@ -120,7 +120,8 @@ def _shares(
 
 
 def explain_run(folder: Path) -> Explanation | None:
-    """Of the run's recording; None where there is none, or one that tells nothing: too short, or of another version."""
+    """Explain the run's recording; None where there is none, or one that tells nothing: too short, or of another
+    version."""
     if not find_recordings(folder):
         return None
     try:
@@ -134,13 +135,13 @@ def explain_run(folder: Path) -> Explanation | None:
 
 
 def shown_step(explanation: Explanation) -> MergedStep:
-    """One that took as long as most."""
+    """A step that took as long as most."""
     middle = statistics.median(step.seconds for step in explanation.timeline.steps)
     return min(explanation.timeline.steps, key=lambda step: abs(step.seconds - middle))
 
 
 def names_of() -> dict[str, str]:
-    """What the colours of lanes mean."""
+    """The names of what the colours of lanes mean."""
     shown = {NAMES.get(name, name): PARTS[name] for name in STEP_PARTS if name != "turn"}
     return {**shown, "bucket on the wire": PARTS["hidden"]}
 

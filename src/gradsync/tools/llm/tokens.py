@@ -108,7 +108,7 @@ def prepare_tokens(
 
 
 def default_cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/gradsync``, or ``~/.cache/gradsync``."""
+    """The default folder of the cache: ``$XDG_CACHE_HOME/gradsync``, or ``~/.cache/gradsync``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gradsync"
 
@@ -184,7 +184,7 @@ def _build(path: Path, source: TextSource, codec: ByteCodec | TokenizerCodec) ->
 
 
 def _write(file: BinaryIO, source: TextSource, codec: ByteCodec | TokenizerCodec) -> None:
-    """See [Note: one file]."""
+    """Write the tokens of all documents to the file. See [Note: one file]."""
     separator = b""
     for document in filter(None, source):
         file.write(separator)
@@ -209,7 +209,7 @@ MicroBatch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """How tokens become windows.
+    """The plan of how tokens become windows.
 
     sequence_length
         tokens the model reads at once. A sample is one longer: the targets are the inputs, shifted by one.
@@ -258,7 +258,7 @@ class Batches:
 
     @property
     def windows_per_epoch(self) -> float:
-        """Not a whole number in general: a window may reach into the next epoch."""
+        """How many windows an epoch has, not a whole number in general: one may reach into the next epoch."""
         return len(self._samples) / self.plan.global_batch
 
     def window(self, number: int) -> list[MicroBatch]:

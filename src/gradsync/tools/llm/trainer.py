@@ -173,7 +173,7 @@ class Trainer:
         return StepRecords(self._recorder, self._listener.stepped, on_gpu=on_gpu)
 
     def _train(self) -> int:
-        """All steps. Returns the signal that has ended them, or 0."""
+        """Run all steps. Returns the signal that has ended them, or 0."""
         records, signal = self._new_records(), 0
         with Interruption() as interruption:
             while self.step < self.total_steps and not signal:
@@ -219,7 +219,7 @@ class Trainer:
         return inputs, targets
 
     def _now_and_then(self, records: StepRecords) -> int:
-        """Save, validate. Returns the signal that any rank has received meanwhile, or 0."""
+        """Save and validate when it is time. Returns the signal that any rank has received meanwhile, or 0."""
         signal = 0
         if self.step % self.settings.checkpoint_every == 0:
             # Before it is saved: a run that resumes here does not repeat this step, and would never record it.
@@ -292,7 +292,7 @@ def make_accelerator(
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors (biases, norms) do not."""
+    """The groups of parameters: matrices decay, vectors (biases, norms) do not."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
@@ -353,7 +353,7 @@ class TrainingCheckpoints:
         self.latest: int | None = None if self.loaded is None else self.loaded.step
 
     def open(self) -> None:
-        """For the ranks that there are now."""
+        """Open the folder for the ranks that there are now."""
         folder, communicator = self._settings.run_folder / "checkpoints", self._accelerator.world.communicator
         self._folder = CheckpointFolder(folder, communicator, keep=self._settings.keep)
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import from_json, whole_file
-from gradsync.communicator.logs import absent
+from gradsync.communicator.logs import name_missing_ranks
 from gradsync.observe.charts.numbers import count, duration, size
 
 __all__ = [
@@ -62,7 +62,7 @@ class WrapperAccount:
 
     @property
     def exposed(self) -> float | None:
-        """Seconds that one synchronization adds to its backward: as measured by the wrapper, else by comparison."""
+        """The seconds that one synchronization adds to its backward: as measured by the wrapper, else by comparison."""
         if self.communication is not None and self.hidden is not None:
             return max(0.0, self.communication - self.hidden)
         if self.backward_with is not None and self.backward_without is not None:
@@ -72,8 +72,8 @@ class WrapperAccount:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """A rank's. ``seconds`` by phase, from the first forward to the end of the last optimizer step; ``called`` are the
-    collectives that the script, or a library it uses, has started through torch.distributed, by name."""
+    """A rank's account. ``seconds`` by phase, from the first forward to the end of the last optimizer step; ``called``
+    are the collectives that the script, or a library it uses, has started through torch.distributed, by name."""
 
     rank: int
     world_size: int
@@ -95,7 +95,7 @@ def account_path(folder: Path, rank: int) -> Path:
 
 
 def write_account(folder: Path, account: Account) -> Path:
-    """Whole or not at all; of two models that one rank trained in two lives the last stays."""
+    """Write the account, whole or not at all; of two models that one rank trained in two lives the last stays."""
     folder.mkdir(parents=True, exist_ok=True)
     path = account_path(folder, account.rank)
     with whole_file(path) as file:
@@ -130,13 +130,13 @@ def read_account(path: Path) -> Account:
 
 
 def summarize(accounts: Sequence[Account], script: str, *, times: bool = True) -> list[str]:
-    """Lines: where the time went, which collectives there were and which for nothing, and what would be gained.
-    ``times`` is False where an explanation shows where the time went."""
+    """Summarize in lines: where the time went, which collectives there were and which for nothing, and what would be
+    gained. ``times`` is False where an explanation shows where the time went."""
     if not any(account.wrappers for account in accounts):
         return [_never_wrapped(accounts, script)]
     lines = []
     first = next(account for account in accounts if account.wrappers)
-    missing = absent({account.rank for account in accounts}, first.world_size)
+    missing = name_missing_ranks({account.rank for account in accounts}, first.world_size)
     if missing:
         lines.append(f"there is no account of {missing}: what follows is of the others")
     if not first.steps:

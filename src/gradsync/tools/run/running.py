@@ -95,7 +95,7 @@ class Running:
             self._rank, self._world_size = 0, 1
 
     def begin(self) -> None:
-        """To be called before the script looks anything up."""
+        """Begin to watch. To be called before the script looks anything up."""
         for kind in (TorchDDP, DistributedDataParallel):
             self._watch_class(kind)
         self._watch_backward()
@@ -127,7 +127,7 @@ class Running:
         )
 
     def _look_at_the_group(self) -> None:
-        """While there is one: scripts destroy it before they end."""
+        """Read rank and world size while there is a group: scripts destroy it before they end."""
         if dist.is_initialized():
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
 
@@ -306,7 +306,7 @@ def begin_started(text: str) -> None:
 
 
 def warn_if_ranks_are_started() -> None:
-    """To be called in ranks: a script that starts some itself, in each of them, is hardly meant to."""
+    """Warn, in a rank, if the script starts ranks itself: one that does so in each of them is hardly meant to."""
     processes: Any = torch.multiprocessing
     start = processes.spawn
 

@@ -113,14 +113,14 @@ def _module_to_run(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def traceback_of(error: BaseException) -> TracebackType | None:
-    """The script's own part of it."""
+    """The traceback of ``error``, only the script's own part of it."""
     own = _without_our_frames(error.__traceback__)
     # Of a script that could not be compiled, and has not begun, the error says where.
     return None if isinstance(error, SyntaxError) and own is error.__traceback__ else own
 
 
 def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    """From where the script begins, and without what watches it further down. All of it if no script has begun, or if
+    """The trace from where the script begins, without what watches it below. All of it if no script has begun, or if
     what watches it is where the error comes from."""
     whole = trace
     while trace is not None and not any(trace.tb_frame.f_globals is vars(each) for each in _kept):
@@ -227,7 +227,7 @@ def common_folder(place: ProcessEnvironment) -> Iterator[Path]:
 
 
 def all_accounts(folder: Path, ranks: int) -> list[Account]:
-    """Those of at least ``ranks`` ranks, which all write to the folder; without ranks that are late."""
+    """The accounts of at least ``ranks`` ranks, which all write to the folder; without ranks that are late."""
     deadline = time.monotonic() + SECONDS_FOR_OTHERS
     while len(find_accounts(folder)) < ranks and time.monotonic() < deadline:
         time.sleep(TICK)

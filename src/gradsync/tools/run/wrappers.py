@@ -35,8 +35,8 @@ WARM_UP = 2
 
 
 class PhaseClock:
-    """Seconds in each phase, of the thread that made it. What other threads do happens at the same time, and costs the
-    loop nothing of its own.
+    """Clocks the seconds in each phase, of the thread that made it. What others do happens at the same time, and costs
+    the loop nothing of its own.
 
     What precedes the first forward is not counted: there models are made, and memory is touched for the first time.
     """
@@ -51,11 +51,11 @@ class PhaseClock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Up to the end of the last optimizer step: what a script does afterwards is no part of its loop."""
+        """The seconds by phase up to the end of the last optimizer step: what comes later is no part of the loop."""
         return dict(self._until_step)
 
     def is_mine(self) -> bool:
-        """Whether it is the loop's thread that asks."""
+        """Whether the thread that asks is the loop's."""
         return threading.get_ident() == self._thread
 
     def is_inside(self, phase: str) -> bool:
@@ -79,7 +79,7 @@ class PhaseClock:
             self._inside.pop()
 
     def enter(self, phase: str) -> None:
-        """As :meth:`inside`, for hooks at the beginning and at the end."""
+        """Enter a phase as :meth:`inside` does, for hooks at the beginning and at the end."""
         if self.is_mine():
             self._count()
             self._inside.append(phase)
@@ -292,7 +292,7 @@ class WatchedTorchs(WatchedWrapper):
         return self._facts
 
     def _usual(self) -> tuple[float | None, float | None]:
-        """Medians: in torch's own means one backward that waited for another rank's start outweighs all others."""
+        """The medians: in torch's own means one backward that waited for another rank's start outweighs all others."""
         found = list(self._measured.values())
         found = found[WARM_UP:] or found
         if not found:

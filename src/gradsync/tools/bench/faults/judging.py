@@ -74,12 +74,12 @@ class Fault:
 
     @property
     def steps(self) -> int:
-        """How many the run has in all."""
+        """How many steps the run has in all."""
         return self.step + AFTERWARDS
 
 
 class FaultError(Exception):
-    """Raised on purpose."""
+    """The error that a fault raises on purpose."""
 
 
 def inject(fault: Fault, model: nn.Module, note: Callable[[], None]) -> None:
@@ -121,8 +121,8 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Seconds: of a group's collective, until a fault counts as not noticed, until nobody goes on any more, and until
-    ranks that do not even begin are given up."""
+    """Limits in seconds: of a group's collective, until a fault counts as not noticed, until nobody goes on any more,
+    and until ranks that do not even begin are given up."""
 
     timeout: float = 10.0
     notice: float = 20.0
@@ -272,7 +272,7 @@ class ElasticJudge(Judge):
         return [[each for each in after if each["what"] == "step" and each["rank"] == rank] for rank in others]
 
     def _are_right(self, after: Sequence[Event]) -> bool:
-        """All others have come to the end, and all that ended with the same step have the same parameters."""
+        """Whether all others came to the end, and all that ended with the same step have the same parameters."""
         ends = {each["rank"]: each for each in after if each["what"] == "ended"}
         others = [each for rank, each in ends.items() if rank != self.fault.victim]
         if len(others) < RANKS - 1:

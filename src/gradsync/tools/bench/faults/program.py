@@ -109,7 +109,7 @@ WRAPPERS: dict[str, Peer] = {peer.name: peer for peer in (GUARDED, DDP(), _Check
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One of those compared. ``launcher`` are the arguments of Python that start its ranks, before the settings, and
+    """One of the setups compared. ``launcher`` are the arguments of Python that start its ranks, before the settings;
     ``variables`` what these find in the environment; ``judge`` says what going on is. ``needs`` is a module."""
 
     name: str
@@ -163,7 +163,8 @@ SETUPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSettings:
-    """``peer`` is who synchronizes, ``timeout`` the seconds that its group has for a collective."""
+    """Settings of a trial: ``peer`` is who synchronizes, ``timeout`` the seconds that its group has for a
+    collective."""
 
     peer: str
     folder: str
@@ -306,7 +307,7 @@ class TogetherAgain:
         return self.together >= AFTERWARDS or self.windows >= MOST_AFTERWARDS
 
     def count(self, step: int, ranks: int) -> None:
-        """``step`` windows are done, the last one by ``ranks`` ranks."""
+        """Count: ``step`` windows are done, the last one by ``ranks`` ranks."""
         if step > self.fault.step:
             self.windows += 1
             self.together += ranks == RANKS
@@ -394,7 +395,7 @@ def _train_with_torchft(settings: TrialSettings, model: nn.Module, events: Event
 
 
 def _begin_together(folder: Path, events: Events) -> None:
-    """One rank is a quorum, and would begin before the others have started."""
+    """Begin when all ranks are there: one rank is a quorum, and would begin before the others have started."""
     (folder / f"here-{events.rank}").touch()
     while len(list(folder.glob("here-*"))) < RANKS:
         time.sleep(0.05)

@@ -55,7 +55,7 @@ class Trial:
         return Fault.draw(self.case, self.seed, RANKS)
 
     def run(self, is_wanted: Callable[[], bool] = lambda: True) -> FaultOutcome | None:
-        """None if the ranks did not get as far as the fault. It is given up when it is not wanted any more."""
+        """Run the trial; None if ranks did not get as far as the fault. It is given up when no longer wanted."""
         try:
             return self._run(is_wanted)
         finally:
@@ -99,7 +99,7 @@ class Trial:
 
     @contextmanager
     def _fork(self, settings: str, variables: dict[str, str], output: IO[bytes]) -> "Iterator[Callable[[], bool]]":
-        """On the hosts of a lab, without a launcher of anybody's: one rank a host, and none is started again."""
+        """Fork the ranks on the hosts of a lab, without a launcher: one rank a host, and none is started again."""
         assert self.lab is not None
         command = [sys.executable, "-m", PROGRAM, settings]
 
@@ -115,7 +115,7 @@ class Trial:
     # -- what happens meanwhile ---------------------------------------------------------------------------------------
 
     def _attend(self, folder: Path, goes_on: Callable[[], bool]) -> None:
-        """Until the program has ended, or nothing is to be expected of it any more."""
+        """Wait until the program has ended, or nothing is to be expected of it any more."""
         deadline, fault = time.monotonic() + self.limits.start, None
         while goes_on() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -129,7 +129,7 @@ class Trial:
                 return
 
     def _take_part(self, fault: dict[str, Any]) -> None:
-        """What a rank cannot do to itself."""
+        """Do to a rank what it cannot do to itself."""
         if self.case == CUT_LINK and self.lab is not None:
             self.lab.cut(self.fault.victim)
         elif self.case == "pause":
@@ -145,7 +145,7 @@ def _wake(process: int) -> None:
 
 
 def _end(processes: "Sequence[subprocess.Popen[bytes]]", seconds: float) -> None:
-    """As a user would: asked, then forced."""
+    """End the processes as a user would: ask, then force them."""
     for each in processes:
         if each.poll() is None:
             each.terminate()
@@ -208,7 +208,7 @@ def _shared_memory(processes: Collection[int]) -> list[str]:
 
 
 def outcomes(planned: Sequence[Trial], jobs: int, deadline: float) -> Iterator[tuple[Trial, FaultOutcome | None]]:
-    """As they come. None begins after the deadline, but those of the first seed: else there is nothing to show."""
+    """The outcomes as they come. Only trials of the first seed begin after the deadline, to have something to show."""
     stop = threading.Event()
 
     def run(each: Trial) -> tuple[Trial, FaultOutcome | None] | None:
@@ -264,7 +264,7 @@ def _start(rank: int, lighthouse: str, settings: str) -> "subprocess.Popen[bytes
 
 
 def _wait(replicas: "list[subprocess.Popen[bytes]]") -> None:
-    """Until all have ended, or a little longer than the first that came to the end."""
+    """Wait until all have ended, or a little longer than the first that came to the end."""
     finished: float | None = None
     while any(each.poll() is None for each in replicas):
         time.sleep(REPLICA_POLL_SECONDS)

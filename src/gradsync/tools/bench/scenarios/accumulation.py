@@ -109,7 +109,7 @@ class AccumulationScenario(Scenario):
         ]
 
     def message(self, records: Sequence[CellRecord]) -> str:
-        """Who gains how much from no_sync that is misplaced."""
+        """A sentence on who gains how much from no_sync that is misplaced."""
         words = [f"{peer} {gain:.1f}×" for peer, gain in _speedups(records[-1], Pattern.IMPROPER).items()]
         return f"Speedup from no_sync around backward alone: {', '.join(words)}"
 
@@ -124,7 +124,8 @@ class AccumulationScenario(Scenario):
         return self.sentence(records[-1])
 
     def sentence(self, record: CellRecord) -> str:
-        """How much faster than the baseline each library is, with no_sync in the right place and in the wrong one."""
+        """A sentence on how much faster than the baseline each library is, with no_sync in the right place and in the
+        wrong one."""
         improper = _speedups(record, Pattern.IMPROPER)
         parts = [
             f"{peer} {gain:.2f}× faster with no_sync, {improper[peer]:.2f}× when it is misplaced"

@@ -80,12 +80,12 @@ class PlaceTimes:
         return sorted({size for times in self.seconds.values() for size in times})
 
     def bus(self, transport: str, size: int) -> float:
-        """Bytes per second; a copy moves each byte once."""
+        """The bus bandwidth in bytes per second; a copy moves each byte once."""
         moved = float(size) if transport == COPY else ring_bytes(size, self.ranks)
         return moved / self.seconds[transport][size]
 
     def over_group(self, transport: str, size: int) -> float | None:
-        """How many times as fast as the process group."""
+        """How many times as fast as the process group the transport is."""
         known = size in self.seconds.get(transport, {}) and size in self.seconds.get(self.group, {})
         return self.seconds[self.group][size] / self.seconds[transport][size] if known else None
 
@@ -199,7 +199,7 @@ class Communicators(Scenario):
 
 
 def _cells(place: Cell, *, quick: bool) -> list[Cell]:
-    """One of small messages, and one of large ones, which are repeated less often."""
+    """Two cells of a place: one of small messages, and one of large ones, which are repeated less often."""
     shaped = place.rate is not None
     # Sizes, rounds to warm up, rounds, seconds.
     kinds: dict[str, tuple[Sizes, int, int, float]]
@@ -283,7 +283,7 @@ def _reducing(communicator: Communicator, tensor: torch.Tensor) -> Call:
 
 
 def _halves(communicator: Communicator, tensor: torch.Tensor) -> Call:
-    """In place, as an all-reduce is: the share of a rank is a part of the tensor."""
+    """Both halves of an all-reduce, in place as that is: the share of a rank is a part of the tensor."""
     share = tensor.view(communicator.world_size, -1)[communicator.rank]
 
     def call() -> None:

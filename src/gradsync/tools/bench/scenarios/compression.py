@@ -311,7 +311,7 @@ def sequence_loss(model: nn.Module, sequences: Tensor) -> Tensor:
 
 
 class Reached(NamedTuple):
-    """When a target was reached."""
+    """The moment when a target was reached."""
 
     steps: float
     seconds: float
@@ -327,17 +327,17 @@ class Curves:
 
     @cached_property
     def reductions(self) -> list[str]:
-        """Those that have run with every seed."""
+        """The reductions that have run with every seed."""
         samples = self.record.samples
         return [name for name in SENT_COLOURS if all(reduction_name(name, seed) in samples for seed in self.seeds)]
 
     def losses(self, reduction: str, seed: int) -> list[float]:
-        """After every round, the mean of the last few: single ones go up and down by as much as they fall in one."""
+        """The mean of the last few losses, after every round: single ones vary by as much as they fall in one."""
         losses = [sample.parts["loss"] for sample in self._samples(reduction, seed)]
         return [statistics.fmean(losses[max(0, end - SMOOTHED) : end]) for end in range(1, len(losses) + 1)]
 
     def seconds(self, reduction: str, seed: int) -> list[float]:
-        """Since the beginning."""
+        """The seconds since the beginning, after every round."""
         return list(accumulate(sample.parts["training"] for sample in self._samples(reduction, seed)))
 
     def step(self, reduction: str) -> float:

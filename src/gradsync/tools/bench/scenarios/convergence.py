@@ -216,7 +216,7 @@ class Trained:
         return [statistics.fmean(curve[-LAST:]) for curve in self.curves[batch, period]]
 
     def worse(self, batch: int, period: int) -> list[float]:
-        """By how much the loss ends above that of n = 1, seed by seed."""
+        """How much the loss ends above that of n = 1, seed by seed."""
         both = zip(self.ends(batch, period), self.ends(batch, 1), strict=False)
         return [mine - baseline for mine, baseline in both]
 
@@ -226,7 +226,7 @@ class Trained:
         return statistics.median(rounds) / ITERATIONS if rounds else None
 
     def savings(self) -> dict[int, tuple[float, float]]:
-        """By batch: what the whole run takes if every iteration averages, and what it saves if every last one does."""
+        """What the whole run takes if every iteration averages, and what it saves if every last one does, by batch."""
         both = {batch: (self.iteration(batch, 1), self.iteration(batch, ITERATIONS)) for batch in RATES}
         return {
             batch: (first * self.iterations, (first - last) * self.iterations)
@@ -324,7 +324,7 @@ def _curve(cell: Trained, batch: int, period: int, each: float) -> Series:
 
 
 def _harm(cell: Trained) -> str:
-    """By how much each n ends above n = 1, and which of them do so with every seed."""
+    """Sentences on how much each n ends above n = 1, and which of them do so with every seed."""
     sentences = []
     for batch in RATES:
         worse = {period: values for period in PERIODS[1:] if (values := cell.worse(batch, period))}

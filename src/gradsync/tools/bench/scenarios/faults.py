@@ -115,7 +115,7 @@ class Faults(Scenario):
         return [picture(self.slug, title, panels, reading=title, height=1.6 + 0.62 * len(records))]
 
     def reading(self, records: Sequence[CellRecord]) -> str:
-        """In how many trials, of all cases, the rank was named, and all ranks went on with the right parameters."""
+        """A sentence on the trials in which the rank was named, and all ranks went on with the right parameters."""
         named, went_on = [], []
         for peer in PEERS:
             samples = [sample for record in records for sample in _samples(record, peer)]

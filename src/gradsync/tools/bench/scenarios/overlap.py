@@ -277,7 +277,7 @@ class NextForward(Scenario):
 
 
 def _parameters(share: float, hosts: int) -> int:
-    """So many that an all-reduce between the hosts takes ``share`` of the computation."""
+    """How many parameters make an all-reduce between the hosts take ``share`` of the computation."""
     seconds = share * COMPUTE
     nbytes = seconds * Rate.parse(RATE).bytes_per_second / (2 * (hosts - 1) / hosts)
     return int(nbytes / 4)

@@ -307,7 +307,7 @@ def _lead(record: CellRecord) -> str:
 
 
 def _behind(record: CellRecord) -> list[str]:
-    """Where a peer of this cell is ahead, outside the noise."""
+    """Sentences on where a peer of this cell is ahead, outside the noise."""
     if OURS not in record.samples:
         return []
     words = []
@@ -357,7 +357,7 @@ def _bars(
     grey: float | None = None,
     limit: float | None = None,
 ) -> None:
-    """One bar a peer, from the top down, or why it has none; what of it is ``grey``, and where the ``limit`` is."""
+    """Draw one bar a peer, from the top down, or why it has none; a part of it ``grey``, and a ``limit``."""
     rows = {name: values.get(name, absent.get(name, MISSING)) for name in SHOWN}
     draw_rows(axes, rows, {name: colour_of(name) for name in SHOWN}, form=form, bold=OURS)
     if grey is not None:
@@ -418,6 +418,6 @@ def _memory_picture(memory: Memory) -> Picture:
 
 
 def _title(words: str, values: Sequence[str]) -> str:
-    """With the values of the panels, if there are any."""
+    """A title with the values of the panels, if there are any."""
     order = ", from left to right" if len(values) > 1 else ""
     return f"{words}{order}: {', '.join(values)}" if values else ""

@@ -152,7 +152,7 @@ def _step(workload: Workload, peer: Peer) -> Step:
 
 
 def _links(records: Sequence[CellRecord]) -> list[str]:
-    """Those between several ranks."""
+    """The links between several ranks."""
     return list(dict.fromkeys(link for record in records if (link := record.cell.options["link"])))
 
 
@@ -184,7 +184,7 @@ def _times(shown: Sequence[CellRecord], peer: str) -> Series:
 
 
 def _host_share(record: CellRecord, peer: str) -> str:
-    """Seconds of processor time of all ranks, over those that the cores have during a step."""
+    """The share of processor time that all ranks take of what the cores have during a step."""
     cores = int(record.facts.get("cores", 1))
     return percent(record.part(peer, HOST) * record.cell.ranks / (cores * record.summary(peer).median))
 

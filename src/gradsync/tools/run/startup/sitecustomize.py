@@ -25,7 +25,8 @@ CHILD_SETTINGS = "GRADSYNC_RUN_CHILDREN"
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """``act(module)`` once the module has been imported: now, if it has been already, else when somebody does it."""
+    """Call ``act(module)`` once the module has been imported: now, if it has been already, else when somebody does
+    it."""
     if name in sys.modules:
         act(sys.modules[name])
     else:
@@ -76,7 +77,7 @@ def _begin(module: ModuleType) -> None:
 
 
 def _give_way() -> None:
-    """To the module of this name that this process would have without us."""
+    """Give way to the module of this name that this process would have without us."""
     sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") != FOLDER]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:

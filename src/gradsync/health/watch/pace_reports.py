@@ -16,8 +16,8 @@ from dataclasses import asdict, astuple
 from typing import Any
 
 from gradsync.health.watch.links import LinkMeter, Sent, find_slow_link, read_sent
-from gradsync.health.watch.messages import Member, slow_communication, slow_link, straggling
-from gradsync.health.watch.pace import Pace, PaceMeter, read_pace
+from gradsync.health.watch.messages import Member, slow_communication, slow_link, straggler_text
+from gradsync.health.watch.pace_meter import Pace, PaceMeter, read_pace
 from gradsync.health.watch.protocol import HUB
 from gradsync.health.watch.rounds import Rounds
 from gradsync.health.watch.status import Sampler
@@ -89,7 +89,7 @@ class PaceDetector:
                 self._communication.add(window)
         slowdown = self._communication.warning(now) if knows_communication else None
         excused = self._communication.rise if knows_communication else 0.0
-        warnings = [straggling(self._members, each) for each in self._stragglers.warnings(now, excused=excused)]
+        warnings = [straggler_text(self._members, each) for each in self._stragglers.warnings(now, excused=excused)]
         if knows_communication:
             self._ask(became_slow=slowdown is not None and not slowdown.is_over)
         return warnings if slowdown is None else [*warnings, slow_communication(slowdown)]

@@ -183,7 +183,7 @@ class AveragedBuffers:
 
     @property
     def misfit(self) -> str | None:
-        """What keeps them from being averaged, in words: one has a different shape now, or is gone."""
+        """What keeps the buffers from being averaged, in words: one has a different shape now, or is gone."""
         named = self._replica.named_buffers
         for spec in self._specs:
             found = named.get(spec.name)
