@@ -233,7 +233,7 @@ class BackwardEngine:
         store.hand_out()
         if window.is_rejected and window.is_stepped_by_closure:
             self.arrangement.drop_gradients()
-            window.close()
+            window.optimizer_stepped()
             window.step_was_skipped = True
         if abstained:
             self.abstained()
@@ -249,13 +249,13 @@ class BackwardEngine:
     def _clear_window(self) -> None:
         """Clear what was noted for one synchronization only, whatever its outcome."""
         self.arrangement.window_ended()
-        self.window.close_window()
+        self.window.end_synchronization()
         self._sparse.clear()
         self._clear_backward()
 
     def _clear_backward(self) -> None:
         self.exchange.give_up_lead()
-        self.window.close_backward()
+        self.window.end_backward()
         self.pipeline.reset()
         if self.options.keeper is not None:
             self.options.keeper.release_all()

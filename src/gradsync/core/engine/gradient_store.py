@@ -145,12 +145,12 @@ class GradientStore:
     def expect_backward(self) -> None:
         """A backward is near: gradients of narrow parameters must be wide. May be called any number of times."""
         if self._precise is not None:
-            self.window.exchange(self._precise.widen, self.buckets, self._precise.parameters)
+            self.window.replace_gradients(self._precise.widen, self.buckets, self._precise.parameters)
 
     def expect_step(self) -> None:
         """A step is near, and a forward may have run since the means came: the optimizer gets narrow gradients."""
         if self._precise is not None and not self.pipeline.reduction.scatters:
-            self.window.exchange(self._precise.restore, self.buckets, self._precise.parameters)
+            self.window.replace_gradients(self._precise.restore, self.buckets, self._precise.parameters)
 
     # -- ownership ---------------------------------------------------------------------------------------------------
 
@@ -159,7 +159,9 @@ class GradientStore:
         if self.pipeline.reduction.scatters:
             self._share_out()
         elif self._precise is not None and self.window.finished:
-            self.window.exchange(partial(self._precise.narrow, self.buckets), self.buckets, self._precise.parameters)
+            self.window.replace_gradients(
+                partial(self._precise.narrow, self.buckets), self.buckets, self._precise.parameters
+            )
             self.window.means_left_buckets()
 
     def _share_out(self) -> None:

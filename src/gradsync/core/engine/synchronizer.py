@@ -318,7 +318,7 @@ class Synchronizer:
         self.window.announce_all_absent(len(self.parameters))
         self.synchronize()
         # The means stay for now: a sharded optimizer may step on them here, too.
-        self.window.close()
+        self.window.optimizer_stepped()
 
     def clear(self) -> None:
         """Drop all gradients, and the window's record of them."""
@@ -364,7 +364,7 @@ class Synchronizer:
             self.clear()
         self.window.end_abstention()
         if not (unfinished and by_closure and self.window.state is WindowState.UNSYNCHRONIZED):
-            self.window.close()
+            self.window.optimizer_stepped()
         if engine.observer is not None:
             engine.observer.step_began()
         return gate
@@ -374,7 +374,7 @@ class Synchronizer:
         if not self.window.has_means and not self.engine.switches.steps_locally:
             self._before_unsynchronized_step()
             # Before the closure there was nothing to close; the step that goes on now uses these means.
-            self.window.close()
+            self.window.optimizer_stepped()
 
     def _gate_step(self, *, gated: bool) -> torch.Tensor | None:
         pipeline = self.engine.pipeline

@@ -212,15 +212,15 @@ class Window:
             self.state = WindowState.UNSYNCHRONIZED
             self._tamper_check.note(buckets, self._outside())
 
-    def close(self) -> None:
-        """The optimizer steps."""
+    def optimizer_stepped(self) -> None:
+        """Record the optimizer's step, or that the window ends without one: nothing has happened since."""
         self.state = WindowState.CLOSED
         self.is_rejected = False
         self.weights.reset()
 
     def discard(self) -> None:
         """Forget the window, whatever has happened in it."""
-        self.close()
+        self.optimizer_stepped()
         self._tamper_check.forget()
         self._means.forget()
 
@@ -261,12 +261,15 @@ class Window:
         if self._tamper_check.has_changed:
             self._tamper_check.renew()
 
-    def exchange(
-        self, exchange: Callable[[], bool], buckets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]
+    def replace_gradients(
+        self, replace: Callable[[], bool], buckets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]
     ) -> None:
-        """The engine replaces the gradients of ``parameters``. This is not tampering either."""
+        """Call ``replace``, by which the engine replaces gradients of ``parameters``: this is not tampering either.
+
+        ``replace`` returns whether it has replaced any.
+        """
         unchanged = self._tamper_check.is_unchanged
-        if exchange() and unchanged:
+        if replace() and unchanged:
             self._tamper_check.note(buckets, [*self._outside(), *parameters])
 
     def _require_untouched(self, *, continues: bool, late: bool) -> None:
@@ -351,13 +354,13 @@ class Window:
         """The parameters that no forward of the window has used."""
         return self._absent or set()
 
-    def close_backward(self) -> None:
-        """A backward is over, whatever its outcome."""
+    def end_backward(self) -> None:
+        """Clear what belongs to one backward only: it is over, whatever its outcome."""
         self.awaits_backward = False
         self.last_synchronizes = None
 
-    def close_window(self) -> None:
-        """A synchronization is over, whatever its outcome."""
+    def end_synchronization(self) -> None:
+        """Clear what belongs to one synchronization only: it is over, whatever its outcome."""
         self.any_forward = self.awaits_backward = False
         self._absent = None
 
