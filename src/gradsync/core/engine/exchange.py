@@ -220,15 +220,15 @@ class GradientExchange:
             self._take_lead()
             self._negotiate()
         if self._window.is_rejected:
-            self._pipeline.skip_vote.stand()
+            self._pipeline.skip_vote.keep_rejecting()
         self.pace.work_ended()
         # Inside the step of an optimizer gradients are used before anything else can wait for the control flags.
-        has_means = self._exchange(at_once=self._window.is_stepped_by_closure)
+        has_means = self._reduce_all(at_once=self._window.is_stepped_by_closure)
         self._window.exchanged = True
         self._window.synchronizations += 1
         return has_means
 
-    def _exchange(self, *, at_once: bool) -> bool:
+    def _reduce_all(self, *, at_once: bool) -> bool:
         pipeline, weights, skip_vote = self._pipeline, self._weights, self._pipeline.skip_vote
         counts, trains_more = weights.unannounced, self._arrangement.trains_more
         contributes = self.contributes
@@ -240,7 +240,7 @@ class GradientExchange:
         pipeline.requests = Requests(
             weights=counts,
             trained=trains_more,
-            rejected=skip_vote.is_noted,
+            rejected=skip_vote.votes_to_skip,
             late=self._late_failure is not None,
             known=waits,
         )
@@ -287,13 +287,13 @@ class GradientExchange:
         if skip_vote.check is not None:
             specs, parameters = arrangement.specs, arrangement.parameters
             outside = arrangement.outside_indices
-            skip_vote.check.look_at((index, specs[index].name, parameters[index].grad) for index in outside)
+            skip_vote.check.check_outside((index, specs[index].name, parameters[index].grad) for index in outside)
         if not skip_vote.holds_back:
             return False
         for bucket in arrangement.buckets:
             bucket.gather()
             assert skip_vote.check is not None
-            skip_vote.check.look(bucket)
+            skip_vote.check.check_bucket(bucket)
         if not skip_vote.reason:
             return False
         # From here on this rank counts as one without gradients and without weight.
@@ -311,7 +311,7 @@ class GradientExchange:
         if pipeline.requests.late:
             # Ranks raise at the end of this window, for the previous one.
             return WindowVerdict()
-        return pipeline.skip_vote.exchange() if pipeline.requests.rejected else None
+        return pipeline.skip_vote.gather_votes() if pipeline.requests.rejected else None
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:
         """Average what has no place in a bucket: sparse gradients, and those of parameters that are trained again."""

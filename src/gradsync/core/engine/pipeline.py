@@ -225,7 +225,7 @@ class Pipeline:
         with self.section:
             self._next = number + 1
             if self._check is not None:
-                self._check.look(bucket)
+                self._check.check_bucket(bucket)
             if bucket.absent:
                 bucket.compact()
             if bucket.plan.control:
