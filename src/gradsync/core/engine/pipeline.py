@@ -26,8 +26,8 @@ from gradsync.core.bucket.control_flags import (
     HostCopy,
     Requests,
     failed_ranks,
-    raise_for,
-    raise_for_unknown,
+    raise_if_failed,
+    raise_if_unknown,
     reads_at_once,
     set_control_flags,
     step_gate,
@@ -378,9 +378,9 @@ class Pipeline:
         failed, requests = failed_ranks(votes), Requests.read(votes)
         try:
             if not self.skip_vote.tolerates:
-                raise_for(failed, since)
+                raise_if_failed(failed, since)
             if late:
-                raise_for_unknown(requests, since)
+                raise_if_unknown(requests, since)
         except PeerFailedError:
             self._end_reduction(well=False)
             raise

@@ -43,7 +43,7 @@ from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.communicator.logs import listed, rank_name
 from gradsync.core.bucket import Bucket
-from gradsync.core.bucket.control_flags import Requests, reads_at_once
+from gradsync.core.bucket.control_flags import RequestPlace, reads_at_once
 
 __all__ = ["ON_BAD_STEP", "FiniteCheck", "OnBadStep", "SkipVote", "WindowVerdict", "invalidate"]
 
@@ -176,7 +176,7 @@ class SkipVote:
     def mark(self, control: torch.Tensor) -> None:
         """Vote to skip in the control flags, if any gradient was found that is not finite."""
         if self.check is not None:
-            self.check.mark(control[control.numel() + Requests.SKIP])
+            self.check.mark(control[control.numel() + RequestPlace.SKIP])
 
     @property
     def reason(self) -> bytes:
@@ -191,7 +191,7 @@ class SkipVote:
     # -- the votes of all ranks ------------------------------------------------------------------------------------
 
     def gather_votes(self) -> WindowVerdict:
-        """Learn who votes to skip and why, after the control flags have said that somebody does, and decide what follows.
+        """Learn who votes to skip and why, once the control flags say that somebody does, and decide what follows.
 
         That may be a :class:`BadStepError` on all ranks. Collective.
         """
@@ -212,7 +212,10 @@ class SkipVote:
         return WindowVerdict(finite=finite)
 
     def tolerate(self, failed: Sequence[int]) -> WindowVerdict:
-        """Skip the window where the control flags say that the backwards of ranks ``failed``. They do not take part here."""
+        """Skip the window, as the control flags say that the backwards of the ``failed`` ranks failed.
+
+        These do not take part here.
+        """
         names = listed([rank_name(self._communicator.group, rank) for rank in failed])
         present = next((rank for rank in range(self._communicator.world_size) if rank not in failed), 0)
         self._warn(f"the backward of {names} failed: this window is skipped on all ranks", by=present)
