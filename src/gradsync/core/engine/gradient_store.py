@@ -93,14 +93,14 @@ class GradientStore:
         self.window.means_left_buckets()
         if self._precise is not None:
             self._precise.forget()
-        self.pipeline.lay([])
+        self.pipeline.set_buckets([])
         reduction, world_size = self.pipeline.reduction, self.pipeline.communicator.world_size
         self.arrangement.shares = world_size if reduction.scatters else 1
         self.arrangement.unit = reduction.unit(world_size)
         self.arrangement.build()
         if self.observer is not None and self._tuner is not None and self._tuner.finished:
             self.observer = self.observer.without(self._tuner)
-        self.pipeline.lay(self.arrangement.buckets, self.observer)
+        self.pipeline.set_buckets(self.arrangement.buckets, self.observer)
         reduction.rebuilt(self.arrangement.layout)
         if self.client is not None:
             self.client.moved(self.buckets)

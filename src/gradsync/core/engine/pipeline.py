@@ -84,7 +84,7 @@ class Pipeline:
         # The part of a synchronization on this rank that must run as a whole. See [Note: an interrupt].
         self.section = CollectiveSection()
         self.reduce_with(reduction)
-        self.lay([])
+        self.set_buckets([])
 
     def __repr__(self) -> str:
         states = [self.state_of(bucket) for bucket in self.buckets]
@@ -92,14 +92,14 @@ class Pipeline:
         return f"Pipeline({counts or 'no'} buckets; {self.reduction!r} over {self.communicator!r})"
 
     def reduce_with(self, reduction: Reduction) -> None:
-        """Replace the reduction, between two windows; :meth:`lay` must follow."""
+        """Replace the reduction, between two windows; :meth:`set_buckets` must follow."""
         self.await_end()
         self.reduction = reduction
         # Some communicators write into a bucket so that its version changes (Gloo does on GPUs), and torch's hooks may.
         # Versions then reveal nothing about late gradients, and gradients must be counted.
         self.changes_versions = not (reduction.carries_tail or reduction.scatters)
 
-    def lay(self, buckets: Sequence[Bucket], observer: Observers | None = None) -> None:
+    def set_buckets(self, buckets: Sequence[Bucket], observer: Observers | None = None) -> None:
         """Switch to different buckets."""
         self.buckets = list(buckets)
         self.observer = observer
