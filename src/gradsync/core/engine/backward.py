@@ -75,7 +75,7 @@ class BackwardEngine:
         # Whether the weight of the running backward has been counted.
         self._announced = False
         # The state before the running backward of gradients that no hook reports.
-        self._unbucketed: list[tuple[torch.Tensor, int]] = []
+        self._newly_trained: list[tuple[torch.Tensor, int]] = []
         watch_failures()
         options.policy.reduction.examine(specs)
         store.build()
@@ -162,7 +162,7 @@ class BackwardEngine:
         if self.options.keeper is not None:
             self.options.keeper.resume()
         self._hooks.arrivals.clear()
-        self._unbucketed = self.arrangement.unbucketed()
+        self._newly_trained = self.arrangement.newly_trained_gradients()
         watch_backward(self)
         if self.observer is not None:
             self.observer.backward_began(synchronizes=self.switches.enabled)
@@ -194,7 +194,7 @@ class BackwardEngine:
         """Whether the backward that ends has left a gradient."""
         if self._hooks.arrivals or (not self._hooks.per_parameter and self.arrangement.has_gradients()):
             return True
-        before, now = self._unbucketed, self.arrangement.unbucketed()
+        before, now = self._newly_trained, self.arrangement.newly_trained_gradients()
         return len(now) != len(before) or any(
             mine is not old or version != seen for (mine, version), (old, seen) in zip(now, before, strict=True)
         )

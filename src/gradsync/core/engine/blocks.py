@@ -86,7 +86,7 @@ class PendingWork:
         return self._entered is not None and self._entered.synchronizations != self._engine.window.synchronizations
 
     def finish_last(self) -> None:
-        """Synchronize the window in its last micro-batch, if no backward of this rank has done so: nothing else will."""
+        """Synchronize the window in its last micro-batch, if no backward of this rank has: nothing else will."""
         if self._entered is None or not self._entered.block.synchronizes:
             return
         engine, block = self._engine, self._entered.block
@@ -114,7 +114,7 @@ class PendingWork:
     # -- a forward -------------------------------------------------------------------------------------------------
 
     def stand_in_by(self, callback: Callable[[bool], bool]) -> None:
-        """Set how this rank takes part in a wrapper's own collectives in the forwards of the others, if it has run none.
+        """Set how this rank takes part in a wrapper's own collectives in forwards of the others, if it has run none.
 
         ``callback`` does so, and returns whether it had to. Its argument tells whether the window ends.
         """
@@ -136,7 +136,7 @@ class PendingWork:
             self._engine.fail()
 
     def fail_later(self, *, owed: bool = True) -> None:
-        """Put :meth:`fail` off until this rank next touches the model; or no longer intend it, if it is not ``owed``."""
+        """Put :meth:`fail` off until this rank next touches the model; or drop that plan, if it is not ``owed``."""
         self._owes_failure = owed
 
     def finish(self) -> None:

@@ -131,14 +131,14 @@ class GradientExchange:
         arrangement, pipeline, weights = self._arrangement, self._pipeline, self._weights
         with pipeline.section:
             if arrangement.order.running:
-                arrangement.mark_again()
+                arrangement.restore_absent()
             else:
                 self._late_failure = pipeline.late_failure()
                 arrangement.order.window_began()
                 if self._comparison is not None:
                     self._comparison.before_window(arrangement.order.windows_before, arrangement.parameters)
                 if self._rearrange():
-                    arrangement.mark_ready_again(self._store.hooks.arrivals)
+                    arrangement.restore_arrivals(self._store.hooks.arrivals)
                 weights.start(uncounted=self.contributes and not weights.counting)
                 if self._droppable and pipeline.reduction.carries_tail:
                     self._agree_on_absent()
@@ -257,7 +257,7 @@ class GradientExchange:
         pipeline = self._pipeline
         verdict = self._read_votes()
         if verdict is not None and verdict.skips:
-            invalidate(pipeline.buckets, self._arrangement.outside(), finite=verdict.finite)
+            invalidate(pipeline.buckets, self._arrangement.outside_parameters(), finite=verdict.finite)
             pipeline.conclude(well=False)
             return False
         late = self._correct(dropped=verdict.dropped if verdict else 0, uncounted=uncounted)

@@ -63,7 +63,7 @@ class GradientStore:
         self.arrangement, self.pipeline, self.hooks = arrangement, pipeline, hooks
         parameters, communicator = arrangement.parameters, options.communicator
         dtype = options.policy.accumulation_dtype
-        self.window = Window(communicator, arrangement.outside)
+        self.window = Window(communicator, arrangement.outside_parameters)
         # The owner of the buckets while no backward runs, where each rank has a share of them.
         self.client: BucketClient | None = None
         # The gradients that are shared out at the moment.

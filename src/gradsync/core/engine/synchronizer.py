@@ -396,7 +396,9 @@ class Synchronizer:
     def _before_unsynchronized_step(self) -> None:
         self.window.refuse_step(self.parameters)
         is_open = self.window.state is WindowState.OPEN or self.engine.skip_vote.votes_to_skip
-        if self.enabled and (is_open or has_unattached_gradients(self.buckets) or self.engine.arrangement.unbucketed()):
+        if self.enabled and (
+            is_open or has_unattached_gradients(self.buckets) or self.engine.arrangement.newly_trained_gradients()
+        ):
             # [Note: a rank without gradients], or a backward that no hook reported.
             if not is_open:
                 self.engine.exchange.counts_always = True
