@@ -258,7 +258,7 @@ class GradientExchange:
         verdict = self._read_votes()
         if verdict is not None and verdict.skips:
             invalidate(pipeline.buckets, self._arrangement.outside_parameters(), finite=verdict.finite)
-            pipeline.conclude(well=False)
+            pipeline.conclude(succeeded=False)
             return False
         late = self._correct(dropped=verdict.dropped if verdict else 0, uncounted=uncounted)
         divisor = pipeline.divisor / pipeline.local_scale / late

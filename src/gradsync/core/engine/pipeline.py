@@ -111,7 +111,7 @@ class Pipeline:
         """Reset: nothing is in flight, and nothing was gathered."""
         if self._unread_control is None:
             # Whatever prevented the last window from ending.
-            self._end_reduction(well=False)
+            self._end_reduction(succeeded=False)
         self.section.reset()
         self._overlapping = self._batched = False
         self._failed_rank: int | None = None
@@ -382,14 +382,14 @@ class Pipeline:
             if late:
                 raise_if_unknown(requests, since)
         except PeerFailedError:
-            self._end_reduction(well=False)
+            self._end_reduction(succeeded=False)
             raise
         return failed, requests
 
-    def conclude(self, *, well: bool = True) -> None:
+    def conclude(self, *, succeeded: bool = True) -> None:
         """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are valid."""
         if self._unread_control is None:
-            self._end_reduction(well=well)
+            self._end_reduction(succeeded=succeeded)
 
     def await_end(self) -> None:
         """Tell the reduction how the last window ended: its state is requested, or it is about to be replaced. On an
@@ -400,13 +400,13 @@ class Pipeline:
                 self.require_alive()
                 self._evaluate(votes)
             except PeerFailedError:
-                self._end_reduction(well=False)
-            self._end_reduction(well=True)
+                self._end_reduction(succeeded=False)
+            self._end_reduction(succeeded=True)
 
-    def _end_reduction(self, *, well: bool) -> None:
+    def _end_reduction(self, *, succeeded: bool) -> None:
         if self._end_is_pending:
             self._end_is_pending = False
-            self.reduction.ended(well=well, correction=self._correction)
+            self.reduction.window_ended(succeeded=succeeded, correction=self._correction)
 
     def await_requests(self) -> None:
         """On an accelerator, where a rank knows only what it requested itself: wait for what others did. If some of
@@ -425,7 +425,7 @@ class Pipeline:
             since = STEPPED if self._gate is None else NOT_STEPPED
             try:
                 _, requests = self._evaluate(control, since)
-                self._end_reduction(well=not requests.late)
+                self._end_reduction(succeeded=not requests.late)
             except PeerFailedError as error:
                 return error
         return None
@@ -444,5 +444,5 @@ class Pipeline:
                 self._gate = step_gate(control, getattr(self.communicator, "failure_flags", []))
             return self._gate
         self.await_requests()
-        self._end_reduction(well=not self.requests.late)
+        self._end_reduction(succeeded=not self.requests.late)
         return None

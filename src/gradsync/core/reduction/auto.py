@@ -80,8 +80,8 @@ class ByTrial(Reduction):
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         return self.current.start(bucket, communicator, divisor)
 
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
-        self.current.ended(well=well, correction=correction)
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
+        self.current.window_ended(succeeded=succeeded, correction=correction)
 
     def rescaled(self, factor: float | torch.Tensor) -> None:
         self.current.rescaled(factor)
@@ -195,9 +195,9 @@ class Auto(ByTrial):
             self._watch.backward_ended()
         return super().start(bucket, communicator, divisor)
 
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
         self._watch.window_ended()
-        super().ended(well=well, correction=correction)
+        super().window_ended(succeeded=succeeded, correction=correction)
 
     def reconsider(self, window: int, buckets: Sequence[Bucket], communicator: Communicator) -> bool:
         if self._loaded is not None:

@@ -60,7 +60,8 @@ class Reduction(Protocol):
         return False
 
     def unit(self, ranks: int) -> int:
-        """How many numbers belong together: buckets are padded to a multiple of it, which saves copies."""
+        """How many numbers belong together, over all ``ranks``: payloads are padded to a multiple of it, which saves
+        copies."""
         return 1
 
     def examine(self, specs: Sequence[ParameterSpec]) -> None:
@@ -76,10 +77,14 @@ class Reduction(Protocol):
         """The factor that gradients are multiplied by while they are gathered, before :meth:`start`."""
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        """Start reducing the bucket. After ``wait()`` it holds the sum over ranks divided by ``divisor``."""
+        """Start reducing the bucket, and return a handle at once. After its ``wait()`` the bucket holds the mean.
 
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
-        """All buckets of a window have ended. Unless it ended ``well`` on all ranks, the means are worthless, and state
+        What was gathered is already multiplied by :meth:`prescale`: with ``1 / divisor`` only the sum over ranks
+        remains to be computed; with 1 it must be divided by ``divisor``, too.
+        """
+
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
+        """All buckets of a window have ended. Unless it ``succeeded`` on all ranks, the means are worthless, and state
         must be what it was before the window.
 
         ``correction`` is what the means were multiplied by after they had come: weights of a window are known late. On

@@ -126,14 +126,14 @@ class ErrorFeedback(Reduction):
             torch._foreach_add_([view for view, _ in held], [residual for _, residual in held])
 
     @torch.no_grad()
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
         sent, self._sent = self._sent, []
-        keeps = well and all(each.finite is not None and bool(each.finite) for each in sent)
+        keeps = succeeded and all(each.finite is not None and bool(each.finite) for each in sent)
         for each in sent:
             if keeps:
                 self._residuals |= each.held_back(self._residuals, correction)
             self._memory.give(each.bucket, each.lost, kept=keeps)
-        self.inner.ended(well=well, correction=correction)
+        self.inner.window_ended(succeeded=succeeded, correction=correction)
 
     @torch.no_grad()
     def rescaled(self, factor: float | torch.Tensor) -> None:

@@ -83,9 +83,9 @@ class LowRank(Compressing):
         generator = torch.Generator("cpu").manual_seed(zlib.crc32(spec.name.encode()))
         return torch.randn(_extents(spec)[1], self.rank, generator=generator, device="cpu").to(values)
 
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
         following, self._next = self._next, {}
-        if well:
+        if succeeded:
             self._windows += 1
             self._rights |= {name: right for name, right in following.items() if bool(right.isfinite().all())}
 

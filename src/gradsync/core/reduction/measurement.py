@@ -82,7 +82,7 @@ def _time(
         _wait_for(bucket.plan.device)
         seconds.append(clock() - began)
         busy.append(time.process_time() - began_busy)
-        reduction.ended(well=True)
+        reduction.window_ended(succeeded=True)
     return min(seconds), min(busy)
 
 

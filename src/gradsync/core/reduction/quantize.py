@@ -280,8 +280,8 @@ class Quantize(CodedReduction):
         # If all ranks erred alike, errors would not average out; and buckets come in no reproducible order.
         return Blocks(self.bits, self.block, Noise(self.seed, communicator.rank, self._windows, bucket.index))
 
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
-        self._windows += well
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
+        self._windows += succeeded
 
     def state_dict(self) -> dict[str, Any]:
         return {"windows": self._windows}
