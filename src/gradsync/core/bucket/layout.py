@@ -182,7 +182,15 @@ def plan_layout(
     groups = _fill(specs, prompt, caps) + _fill(specs, delayed, caps)
     largest = max(caps.caps)
     plans = [
-        _place(specs, group, index, control=control if index == len(groups) - 1 else 0, fit=(shares, unit), cap=largest)
+        _place(
+            specs,
+            group,
+            index,
+            control=control if index == len(groups) - 1 else 0,
+            shares=shares,
+            padding_unit=unit,
+            cap=largest,
+        )
         for index, group in enumerate(groups)
     ]
     return BucketLayout(buckets=tuple(plans), sparse=sparse)
@@ -219,17 +227,24 @@ def _fill_forward(specs: Sequence[ParameterSpec], order: Sequence[int], cap: Cal
 
 
 def _place(
-    specs: Sequence[ParameterSpec], group: Sequence[int], index: int, *, control: int, fit: tuple[int, int], cap: int
+    specs: Sequence[ParameterSpec],
+    group: Sequence[int],
+    index: int,
+    *,
+    control: int,
+    shares: int,
+    padding_unit: int,
+    cap: int,
 ) -> BucketPlan:
-    first, shares = specs[group[0]], fit[0]
-    unit = max(1, ALIGNMENT // first.bucket_dtype.itemsize)
+    first = specs[group[0]]
+    alignment = max(1, ALIGNMENT // first.bucket_dtype.itemsize)
     slots: list[Slot] = []
     offset = 0
     for parameter in group:
         numel = specs[parameter].bucket_numel
         slots.append(Slot(parameter=parameter, offset=offset, numel=numel))
-        offset += -(-numel // unit) * unit
-    multiple = math.lcm(unit * shares, fit[1])
+        offset += -(-numel // alignment) * alignment
+    multiple = math.lcm(alignment * shares, padding_unit)
     offset = -(-offset // multiple) * multiple
     numel = offset + len(slots) + control
     # Equal pieces, none much larger than the cap, and none too small to be worth a collective.

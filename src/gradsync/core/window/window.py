@@ -27,7 +27,7 @@ from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.chunk import gradients_of
 from gradsync.core.window.weights import Weights
 
-__all__ = ["Reported", "TamperCheck", "Window", "WindowState", "has_nonzero_gradients", "has_unattached_gradients"]
+__all__ = ["GradientSnapshot", "Reported", "Window", "WindowState", "has_nonzero_gradients", "has_unattached_gradients"]
 
 
 class _Seen(NamedTuple):
@@ -39,8 +39,11 @@ class _Seen(NamedTuple):
     version: int
 
 
-class TamperCheck:
-    """Remembers one gradient and the version of every bucket, and every gradient outside of buckets."""
+class GradientSnapshot:
+    """Notes which gradients there are and the versions of their memory, to tell later whether anything has changed.
+
+    Of each bucket it notes one gradient; outside of buckets, all.
+    """
 
     def __init__(self) -> None:
         self._seen: list[_Seen] = []
@@ -59,7 +62,7 @@ class TamperCheck:
                 self._seen.append(_Seen(parameter, gradient, gradient, gradient._version))
 
     def renew(self) -> None:
-        """Accept all writes since as the engine's own."""
+        """Note the current versions: all writes since were the engine's own."""
         self._seen = [each._replace(version=each.memory._version) for each in self._seen]
 
     def forget(self) -> None:
@@ -72,7 +75,7 @@ class TamperCheck:
 
     @property
     def has_lost_bucket(self) -> bool:
-        """The same for gradients that lie in buckets: autograd replaces sparse ones."""
+        """Whether a gradient that existed in a bucket is gone: autograd replaces sparse ones, which lie outside."""
         return any(each.parameter.grad is not each.gradient for each in self._seen if each.memory is not each.gradient)
 
     @property
@@ -130,8 +133,8 @@ class Window:
         # Parameters whose gradients have no place in a bucket.
         self._outside = outside
         self.weights = Weights(communicator)
-        self._tamper_check = TamperCheck()
-        self._means = TamperCheck()
+        self._snapshot = GradientSnapshot()
+        self._means = GradientSnapshot()
         # Ranks have agreed that no step may use these gradients; and the last step has used none, because of that.
         self.is_rejected = self.step_was_skipped = False
         # Whether backwards run inside the step of an optimizer.
@@ -146,7 +149,7 @@ class Window:
         self.abstentions = 0
         # It has abstained, and what the window left behind shows whether it was zeroed since.
         self._abstained = False
-        self._left = TamperCheck()
+        self._left = GradientSnapshot()
         # Whether a forward ran in this window, and in the running micro-batch of accumulate().
         self.any_forward = self.any_in_block = False
         # A forward has begun, whether or not it completed, and no backward has ended since.
@@ -175,7 +178,7 @@ class Window:
         else:
             self.weights.take_back_plain()
         if self.weights.counting:
-            self._tamper_check.note(buckets, self._outside())
+            self._snapshot.note(buckets, self._outside())
 
     def begin_synchronization(self) -> None:
         """Average what has accumulated, without a further backward."""
@@ -187,7 +190,7 @@ class Window:
         """Ranks have agreed to skip the window. None of its counts carry over to the next one."""
         self.state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
-        self._tamper_check.forget()
+        self._snapshot.forget()
         self.weights.reset()
         self.is_rejected = True
 
@@ -197,7 +200,7 @@ class Window:
         self._means.note(buckets, self._outside())
         self.weights.learn()
         if self.weights.counting:
-            self._tamper_check.note(buckets, self._outside())
+            self._snapshot.note(buckets, self._outside())
             if not self.weights.in_block:
                 # A window without accumulate() ends with its synchronization.
                 self.weights.reset()
@@ -210,7 +213,7 @@ class Window:
         """Continue in a window that was saved, whose gradients are in the buckets again."""
         if accumulated:
             self.state = WindowState.UNSYNCHRONIZED
-            self._tamper_check.note(buckets, self._outside())
+            self._snapshot.note(buckets, self._outside())
 
     def optimizer_stepped(self) -> None:
         """Record the optimizer's step, or that the window ends without one: nothing has happened since."""
@@ -221,7 +224,7 @@ class Window:
     def discard(self) -> None:
         """Forget the window, whatever has happened in it."""
         self.optimizer_stepped()
-        self._tamper_check.forget()
+        self._snapshot.forget()
         self._means.forget()
 
     def refuse_step(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -258,8 +261,8 @@ class Window:
 
     def changed_by_engine(self) -> None:
         """The engine itself has scaled the means: this is not tampering."""
-        if self._tamper_check.has_changed:
-            self._tamper_check.renew()
+        if self._snapshot.has_changed:
+            self._snapshot.renew()
 
     def replace_gradients(
         self, replace: Callable[[], bool], buckets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]
@@ -268,16 +271,16 @@ class Window:
 
         ``replace`` returns whether it has replaced any.
         """
-        unchanged = self._tamper_check.is_unchanged
+        unchanged = self._snapshot.is_unchanged
         if replace() and unchanged:
-            self._tamper_check.note(buckets, [*self._outside(), *parameters])
+            self._snapshot.note(buckets, [*self._outside(), *parameters])
 
     def _require_untouched(self, *, continues: bool, late: bool) -> None:
         """Require that the gradients are as the window's last backward left them; or gone, if it only begins."""
-        check = self._tamper_check
+        snapshot = self._snapshot
         if continues:
-            lost = check.has_lost_bucket if late else check.has_lost
-            if lost or (check.has_changed and not late):
+            lost = snapshot.has_lost_bucket if late else snapshot.has_lost
+            if lost or (snapshot.has_changed and not late):
                 what = "zeroed" if lost else "changed (zeroed in place, clipped or unscaled)"
                 raise MisuseError(
                     f"gradients were {what} inside an unfinished window, so its mean would be wrong. Zero, unscale and "
@@ -288,7 +291,7 @@ class Window:
                 "a window begins with gradients that were accumulated before it, by backwards without weight outside "
                 "accumulate(). Run all backwards of a window inside accumulate(), or zero the gradients before it"
             )
-        elif check.is_unchanged:
+        elif snapshot.is_unchanged:
             raise MisuseError(
                 "a window begins, but the means of the window before are still there and would be added to it. Call "
                 "zero_grad() between two windows"
