@@ -74,9 +74,12 @@ class RequestPlace(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """The requests to carry out after the buckets. ``weights``: sums of weights; ``trained``: which parameters are
-    trained; ``rejected``: which ranks reject the window, and why. ``late``: no rank steps on it; see [Note: late
-    failures]. ``known``: this rank reads the control flags at once, or, if it was read, all ranks do."""
+    """The requests to carry out after the buckets.
+
+    ``weights``: sums of weights; ``trained``: which parameters are trained; ``rejected``: which ranks reject the
+    window, and why. ``late``: no rank steps on it; see [Note: late failures]. ``known``: this rank reads the control
+    flags at once, or, if it was read, all ranks do.
+    """
 
     weights: bool = False
     trained: bool = False

@@ -60,7 +60,10 @@ class ParameterSpec:
 
     @property
     def bucket_dtype(self) -> torch.dtype:
-        """Complex numbers are sent as pairs of reals: sums are the same, and every backend supports reals."""
+        """The dtype that is sent: a real one for complex numbers, as pairs.
+
+        Sums are the same, and every backend supports reals.
+        """
         return self.dtype.to_real() if self.dtype.is_complex else self.dtype
 
     @property
@@ -76,7 +79,7 @@ class ParameterSpec:
 
 
 def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Strides for the gradient's view: the parameter's own (channels_last stays so) where they fill memory densely."""
+    """The strides of the gradient's view: the parameter's own (as channels_last) where they fill memory densely."""
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if extent > 1:

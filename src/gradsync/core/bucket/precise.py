@@ -30,11 +30,11 @@ class PreciseGradients:
         self.forget()
 
     def forget(self) -> None:
-        """Release the means: they are in use again, or buckets are about to go."""
+        """Forget the means: they are in use again, or buckets are about to go."""
         self._means: dict[int, _Mean] = {}
 
     def widen(self) -> bool:
-        """A backward begins: what autograd creates, or adds to, is wide. True if a gradient was replaced."""
+        """Make wide what autograd creates, or adds to, as a backward begins. True if a gradient was replaced."""
         replaced = False
         for parameter in self.parameters:
             gradient = parameter.grad
@@ -49,7 +49,7 @@ class PreciseGradients:
         return replaced
 
     def narrow(self, buckets: Sequence[Bucket]) -> bool:
-        """The means are there: hand them to the optimizer. True if a gradient was replaced."""
+        """Hand the means to the optimizer in the parameters' own dtypes. True if a gradient was replaced."""
         self.forget()
         for bucket in buckets:
             copies: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -64,7 +64,7 @@ class PreciseGradients:
         return bool(self._means)
 
     def restore(self) -> bool:
-        """Gradients have the dtype of their parameters again. True if one was replaced."""
+        """Give gradients the dtype of their parameters again. True if one was replaced."""
         return restore_gradients(self.parameters)
 
 

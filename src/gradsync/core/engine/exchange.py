@@ -77,7 +77,7 @@ class GradientExchange:
         return _leaders.get(self._group) is self._reference
 
     def _take_lead(self) -> bool:
-        """True if no other model leads in the running backward; this one then does, until :meth:`give_up_lead`."""
+        """Lead in the running backward until :meth:`give_up_lead`, if no other model does; returns whether it leads."""
         leader = _leaders.get(self._group)
         if leader is not None and leader() not in (None, self):
             return False
@@ -91,7 +91,7 @@ class GradientExchange:
     # -- before the first bucket starts ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Gradients must go to all ranks: negotiate, if this model leads. Collective then."""
+        """Begin the synchronization: negotiate, if this model leads. Collective then."""
         store, pipeline, order = self._store, self._pipeline, self._arrangement.order
         self._window.exchanged = False
         self._phases.enter(Phase.SYNCHRONIZING)
@@ -188,7 +188,7 @@ class GradientExchange:
         return self._arrangement.tune([-seconds for seconds in message.tolist()])
 
     def _reconsider(self) -> bool:
-        """Whether the reduction has been replaced by a different one."""
+        """Let the reduction replace itself by a different one: True if it has."""
         pipeline, arrangement = self._pipeline, self._arrangement
         window = arrangement.order.windows_before
         if not pipeline.reduction.reconsider(window, arrangement.buckets, self._communicator):
@@ -267,8 +267,10 @@ class GradientExchange:
         return True
 
     def _correct(self, *, dropped: int, uncounted: bool) -> float:
-        """Apply to the means what is known only now, and return the factor: weights that were not announced, and ranks
-        that are left out. Collective, where there is such a thing."""
+        """Apply to the means what is known only now, and return the factor.
+
+        That is weights that were not announced, and ranks that are left out. Collective, where there is such a thing.
+        """
         weights, pipeline, correction = self._weights, self._pipeline, 1.0
         if pipeline.requests.weights:
             correction = weights.follow_up(pipeline.divisor, uncounted=uncounted) or 1.0
@@ -282,7 +284,7 @@ class GradientExchange:
         return correction
 
     def _leave_out_own(self) -> bool:
-        """Check what does not pass through the pipeline; drop this rank's gradients if it is left out of the mean."""
+        """Check what does not pass through the pipeline; drop this rank's gradients if the mean leaves it out."""
         arrangement, skip_vote = self._arrangement, self._pipeline.skip_vote
         if skip_vote.check is not None:
             specs, parameters = arrangement.specs, arrangement.parameters
@@ -303,8 +305,10 @@ class GradientExchange:
         return True
 
     def _read_votes(self) -> WindowVerdict | None:
-        """The verdict on the control flags, if any rank has voted to skip. Collective then. A failed rank does not take
-        part."""
+        """The verdict on the control flags, if any rank has voted to skip. Collective then.
+
+        A failed rank does not take part.
+        """
         pipeline = self._pipeline
         if pipeline.failed:
             return pipeline.skip_vote.tolerate(pipeline.failed)
@@ -330,8 +334,10 @@ class GradientExchange:
         sparse.reduce(taken_in, divisor)
 
     def raise_late(self) -> None:
-        """Raise what was learned about the previous window. Not before this one is over: raising earlier would leave
-        the others waiting for this rank, or report a false failure to them."""
+        """Raise what was learned about the previous window, now that this one is over.
+
+        Raising earlier would leave the others waiting for this rank, or report a false failure to them.
+        """
         error, self._late_failure = self._late_failure, None
         if error is not None:
             raise error
@@ -339,7 +345,7 @@ class GradientExchange:
     # -- it fails --------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Complete it with the others, who learn that this rank failed, or know that a different one did."""
+        """Complete the synchronization with the others, who learn that this rank failed, or know that another did."""
         pipeline = self._pipeline
         if pipeline.section.cut_short and self._communicator.world_size > 1:
             # See [Note: an interrupt] in :mod:`gradsync.core.engine.state`.

@@ -121,8 +121,10 @@ ABSTAINS, NOT_FINITE, STILL = b"a", b"n", b"s"
 
 @dataclass(frozen=True, kw_only=True)
 class WindowVerdict:
-    """The agreement of all ranks: how many are left out of the mean, or, if there is no mean, that the window is
-    skipped. ``finite``: all gradients were."""
+    """The agreement of all ranks: how many are left out of the mean, or that there is none and the window is skipped.
+
+    ``finite``: all gradients were.
+    """
 
     dropped: int = 0
     finite: bool = True
@@ -180,7 +182,7 @@ class SkipVote:
 
     @property
     def reason(self) -> bytes:
-        """Why this rank votes to skip; empty if it does not."""
+        """The reason why this rank votes to skip; empty if it does not."""
         if self._abstention is not None:
             return ABSTAINS + self._abstention.encode()
         if self._keeps_rejecting:

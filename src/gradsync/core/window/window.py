@@ -163,7 +163,7 @@ class Window:
         return f"Window({self.state.name.lower()}: {self.state.value}; {self.weights!r})"
 
     def begin_backward(self, buckets: Sequence[Bucket], *, late: bool = False) -> None:
-        """A backward begins, and has been counted. ``late``: it has already left its first gradient."""
+        """Record that a backward begins, which has been counted. ``late``: it has already left its first gradient."""
         # A skip vote applies to the existing gradients: where they were zeroed, a new window begins.
         self.is_rejected = self.stays_rejected
         if self.weights.counting:
@@ -172,7 +172,7 @@ class Window:
                 self._add_to_mean(buckets, late=late)
 
     def backward_ended(self, buckets: Sequence[Bucket], *, arrived: bool) -> None:
-        """A backward of this rank alone has ended."""
+        """Record that a backward has ended whose gradients are this rank's alone."""
         if arrived:
             self.state = WindowState.UNSYNCHRONIZED
         else:
@@ -181,13 +181,13 @@ class Window:
             self._snapshot.note(buckets, self._outside())
 
     def begin_synchronization(self) -> None:
-        """Average what has accumulated, without a further backward."""
+        """Record that what has accumulated is about to be averaged, without a further backward."""
         self.is_rejected = self.stays_rejected
         if self.state is WindowState.UNSYNCHRONIZED and self.weights.counting:
             self._require_untouched(continues=True, late=False)
 
     def rejected(self, buckets: Sequence[Bucket]) -> None:
-        """Ranks have agreed to skip the window. None of its counts carry over to the next one."""
+        """Record that ranks have agreed to skip the window. None of its counts carry over to the next one."""
         self.state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
         self._snapshot.forget()
@@ -195,7 +195,7 @@ class Window:
         self.is_rejected = True
 
     def synchronized(self, buckets: Sequence[Bucket]) -> None:
-        """The gradients are means now."""
+        """Record that the gradients are means now."""
         self.state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
         self.weights.learn()
@@ -206,7 +206,7 @@ class Window:
                 self.weights.reset()
 
     def means_left_buckets(self) -> None:
-        """The engine has moved the means elsewhere, so their absence from the buckets means nothing."""
+        """Forget that the means were in the buckets: the engine has moved them elsewhere."""
         self._means.forget()
 
     def reopen(self, buckets: Sequence[Bucket], *, accumulated: bool) -> None:
@@ -260,7 +260,7 @@ class Window:
         return self.state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
 
     def changed_by_engine(self) -> None:
-        """The engine itself has scaled the means: this is not tampering."""
+        """Accept that the engine itself has scaled the means: this is not tampering."""
         if self._snapshot.has_changed:
             self._snapshot.renew()
 
@@ -299,7 +299,7 @@ class Window:
 
     @torch.no_grad()
     def _add_to_mean(self, buckets: Sequence[Bucket], *, late: bool) -> None:
-        """A further backward in the last micro-batch: undo the division first."""
+        """Undo the division by which gradients are means, for a further backward in the last micro-batch."""
         factor = self.weights.undo()
         if factor is not None and late:
             raise MisuseError(
@@ -321,13 +321,13 @@ class Window:
     # -- forwards --------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A forward with gradients on is about to run."""
+        """Record that a forward with gradients on is about to run."""
         self.begin_another()
         self.any_forward = self.any_in_block = self.awaits_backward = True
         self._absent_now = set()
 
     def end_forward(self, has_gradients: Callable[[], bool], *, synchronizes: bool) -> None:
-        """A forward has run. ``synchronizes``: its backward will."""
+        """Record that a forward has run. ``synchronizes``: its backward will."""
         self.last_synchronizes = synchronizes
         if self._absent_now is not None:
             self._absent = self._absent_now if self._absent is None else self._absent & self._absent_now
@@ -340,16 +340,16 @@ class Window:
             self.is_rejected = False
 
     def miss_forward(self) -> None:
-        """This rank has taken part in a forward of the others without running one of its own."""
+        """Record that this rank has taken part in a forward of the others without running one of its own."""
         self.any_forward = self.any_in_block = True
 
     def announce_absent(self, indices: Iterable[int]) -> None:
-        """The running forward leaves these parameters out. Has no effect outside a forward."""
+        """Note parameters that the running forward leaves out. Has no effect outside a forward."""
         if self._absent_now is not None:
             self._absent_now.update(indices)
 
     def announce_all_absent(self, count: int) -> None:
-        """A rank without data leaves out all parameters."""
+        """Note all parameters as left out, by a rank without data."""
         self._absent = set(range(count))
 
     @property
@@ -370,18 +370,18 @@ class Window:
     # -- abstaining: see [Note: the same window] -------------------------------------------------------------------
 
     def abstained(self, buckets: Sequence[Bucket]) -> None:
-        """All ranks know that this one abstains, and the window is over for them."""
+        """Record that all ranks know that this one abstains, and that the window is over for them."""
         self.abstentions += 1
         self._abstained, self.reported = True, Reported.ABSTAINED
         self._left.note(buckets, self._outside())
 
     def begin_another(self) -> None:
-        """Everything from here on belongs to a window that the other ranks do not know of."""
+        """Begin a window that the other ranks do not know of: everything from here on belongs to it."""
         self.reported = None
         self.end_abstention()
 
     def end_abstention(self) -> None:
-        """Everything from here on belongs to a window after the one from which this rank has abstained."""
+        """Begin a window after the one from which this rank has abstained: everything from here on belongs to it."""
         self._abstained = False
         self._left.forget()
 
@@ -401,7 +401,7 @@ class Window:
             )
 
     def expect_backward(self) -> None:
-        """A backward is about to run: refuse it if this rank has abstained instead."""
+        """Refuse the backward that is about to run if this rank has abstained instead."""
         if self.has_abstained:
             self.refuse_backward()
 

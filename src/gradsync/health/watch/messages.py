@@ -179,7 +179,7 @@ def _state(process: int) -> str:
 
 
 def exit_message(error: BaseException | None = None) -> str:
-    """Why this process ends, for the ranks that may still wait for it: by ``error``, or by one that nobody has caught."""
+    """Why this process ends, for ranks that may still wait for it: by ``error``, or by one that nobody has caught."""
     error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None:
         return described(error)

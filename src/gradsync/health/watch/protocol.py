@@ -89,7 +89,7 @@ class Line:
         return self.connection.fileno()
 
     def send(self, message: Mapping[str, Any], *, unless_busy: bool = False) -> None:
-        """Send ``message``, now or when the other end reads again; not if earlier ones are unsent and ``unless_busy``."""
+        """Send ``message``, now or when the other end reads again; ``unless_busy``, not if others are still unsent."""
         self.send_frame(pack(message), unless_busy=unless_busy)
 
     def send_frame(self, frame: bytes, *, unless_busy: bool = False) -> None:
