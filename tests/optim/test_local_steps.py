@@ -431,8 +431,8 @@ class _LosesOne(Mean):
         handle: Any = super().start(bucket, communicator, divisor)
         return _Late(handle) if bucket.index == 1 else handle  # type: ignore[return-value]
 
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
-        self.ends += (well,)
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
+        self.ends += (succeeded,)
 
 
 def test_no_parameter_is_written_before_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:

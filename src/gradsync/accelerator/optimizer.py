@@ -144,7 +144,7 @@ class PreparedOptimizer(Optimizer):
         self.step_was_skipped = not self._stepped_inside or self._was_rejected
         if not self._stepped_inside:
             for synchronizer in self.synchronizers:
-                synchronizer.window.close()
+                synchronizer.window.optimizer_stepped()
         scaler.finalize()
         return result
 

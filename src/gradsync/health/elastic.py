@@ -54,7 +54,7 @@ LOG_LEVEL = "RUST_LOG"
 
 
 def require_torchft() -> Any:
-    """``torchft.coordination``, or ConfigurationError with the way to it."""
+    """The module ``torchft.coordination``; ConfigurationError, which says how to install it, if it is missing."""
     os.environ.setdefault(LOG_LEVEL, "warn")
     try:
         return importlib.import_module("torchft.coordination")
@@ -67,9 +67,10 @@ def require_torchft() -> Any:
 
 
 class Lighthouse:
-    """Runs for as long as this object is held. ``host`` is the address it listens on, and where other ranks find it.
+    """A server of torchft's that decides who takes part; it runs for as long as this object is held.
 
-    The others wait ``join_seconds`` for a rank that is alive but does not join; then they continue without it.
+    ``host`` is the address it listens on, and where other ranks find it. The others wait ``join_seconds`` for a rank
+    that is alive but does not join; then they continue without it.
     """
 
     def __init__(self, host: str, *, min_ranks: int, join_seconds: float) -> None:
@@ -86,7 +87,7 @@ class Lighthouse:
         self.address = f"http://{bind.removesuffix(':0')}:{port}"
 
     def close(self) -> None:
-        """No rank finds it any more."""
+        """Stop the service: no rank finds it any more."""
         self._server.shutdown()
 
 
@@ -123,7 +124,7 @@ class MemberStatus:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> "MemberStatus":
-        """What :func:`dataclasses.asdict` and JSON have made of one."""
+        """Read a status from what :func:`dataclasses.asdict` and JSON have made of it."""
         try:
             return from_json(cls, dict(data))
         except ValueError as error:
@@ -135,7 +136,7 @@ class MemberStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticMember:
-    """A rank that takes part."""
+    """A rank that takes part in a generation."""
 
     identity: str
     status: MemberStatus
@@ -150,7 +151,7 @@ class Membership(Protocol):
     identity: str
 
     def ask(self, status: MemberStatus, timeout: float) -> list[ElasticMember]:
-        """All who take part, this rank among them; those who ask together get the same. Waits for others.
+        """Ask who takes part, this rank among them. Waits for others; those who ask together get the same answer.
 
         TimeoutError if there is no answer in time.
         """
@@ -163,7 +164,7 @@ class Membership(Protocol):
 
 
 def in_order(members: list[ElasticMember]) -> list[ElasticMember]:
-    """As they are numbered: those that know most first, among them those that have been there longest.
+    """The members as they are numbered: those that know most first, among them those that have been there longest.
 
     So number 0 has what all others need, and does not change as long as it lives.
     """
@@ -283,7 +284,7 @@ class Elastic:
                 raise ConfigurationError(f"elastic: {name} must be more than 0 seconds, got {getattr(self, name)!r}")
 
     def join_lighthouse(self) -> Membership:
-        """Through the lighthouse that these settings, or the environment, name."""
+        """Join through the lighthouse that these settings, or the environment, name."""
         address = self.lighthouse or os.environ.get(LIGHTHOUSE)
         if not address:
             raise ConfigurationError(
@@ -325,12 +326,12 @@ class Generation:
 
     @property
     def newest_step(self) -> int:
-        """What the state of number 0 has behind it."""
+        """How many windows the state of number 0 has completed."""
         return self.members[0].status.step
 
     @property
     def lagging(self) -> list[int]:
-        """The numbers of those that have not got as far."""
+        """The numbers of the members whose states have completed fewer windows."""
         return [
             number for number, member in enumerate(self.members) if member.status.step < self.members[0].status.step
         ]

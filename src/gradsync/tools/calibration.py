@@ -37,7 +37,7 @@ from gradsync.communicator import (
 from gradsync.communicator.choose import Choice
 from gradsync.core.reduction.codings import Blocks, Coding, Rounded, Signs
 from gradsync.core.reduction.measurement import measure_link
-from gradsync.core.reduction.quantize import exchange
+from gradsync.core.reduction.quantize import sum_coded
 from gradsync.observe.plan.calibration import Calibration, Reading, fit_transport, no_link, slow_for_good
 from gradsync.observe.plan.network import REDUCTIONS, Operation, ReductionCost, Transport, Way
 from gradsync.observe.plan.profile import BucketProfile, Jitter, StepProfile, steady_straggler
@@ -214,7 +214,7 @@ def _coding_costs(
 
         def run(coding: Coding = coding, starting: list[float] = starting) -> None:
             began = time.perf_counter()
-            handle = exchange(coding, values.clone(), communicator)
+            handle = sum_coded(coding, values.clone(), communicator)
             starting.append(time.perf_counter() - began)
             handle.wait()
 

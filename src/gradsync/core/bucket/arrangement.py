@@ -8,7 +8,7 @@ then know by counting alone that a small collective is due, and nothing is excha
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,13 +60,13 @@ class GradientOrder:
     # Windows are counted when ranks negotiate: all do, even one whose backward fails, so that all counts agree.
 
     def window_began(self) -> None:
-        """Ranks negotiate for a window."""
+        """Count the window that ranks negotiate for."""
         self.due = self._windows > 0 and _is_checked(self._windows)
         self._windows += 1
         self.running = True
 
     def window_ended(self) -> None:
-        """The window is over, whatever its outcome."""
+        """Note that no window is running any more, whatever its outcome."""
         self.running = False
 
     def observe(self, arrivals: list[int]) -> None:
@@ -94,7 +94,7 @@ class GradientOrder:
         self.due = False
 
     def propose(self) -> list[int]:
-        """Ranks are about to agree: the order by what this one has seen."""
+        """The order by what this rank has seen, for ranks to agree on one."""
         self.due = False
         self.learned = True
         return merge_order(self.order, self._observed, set().union(*self._seen))
@@ -139,8 +139,12 @@ def merge_order(previous: Sequence[int], observed: Sequence[int], seen: Collecti
     return result + trailing
 
 
-# The place of a parameter's gradient: its bucket, the chunk there, its index in the chunk.
-Place = tuple[Bucket, Chunk, int]
+class Place(NamedTuple):
+    """The place of a parameter's gradient: its bucket, the chunk there, and its slot in the chunk."""
+
+    bucket: Bucket
+    chunk: Chunk
+    slot: int
 
 
 class Arrangement:
@@ -189,14 +193,14 @@ class Arrangement:
 
     @property
     def outside_indices(self) -> list[int]:
-        """The parameters whose gradients have no place in a bucket."""
+        """The indices of the parameters whose gradients have no place in a bucket."""
         return [*self.layout.sparse, *(index for index in self._frozen if self.parameters[index].requires_grad)]
 
-    def outside(self) -> list[torch.nn.Parameter]:
-        """These parameters themselves."""
+    def outside_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters whose gradients have no place in a bucket, themselves."""
         return [self.parameters[index] for index in self.outside_indices]
 
-    def unbucketed(self) -> list[tuple[torch.Tensor, int]]:
+    def newly_trained_gradients(self) -> list[tuple[torch.Tensor, int]]:
         """The gradients of parameters that are trained here and have no place yet, and their versions.
 
         No hook reports such a gradient: comparing with what this returned before a backward shows whether one came.
@@ -252,8 +256,8 @@ class Arrangement:
                 bucket.before_gather(self._before_gather)
             self.buckets.append(bucket)
             for number, slot in enumerate(plan.slots):
-                chunk, place = bucket.place_of(number)
-                self.places[slot.parameter] = (bucket, chunk, place)
+                chunk, slot_in_chunk = bucket.place_of(number)
+                self.places[slot.parameter] = Place(bucket, chunk, slot_in_chunk)
         self.expect_arrivals()
         self._frozen = [n for n, is_trained in enumerate(self.trainable) if not is_trained and n not in self.taken]
 
@@ -264,15 +268,15 @@ class Arrangement:
         """
         changed = False
         for place, expected in zip(self.places, self._multiplicity, strict=True):
-            if place is not None and place[1].arrivals_expected[place[2]] != expected:
-                place[1].arrivals_expected[place[2]] = expected
+            if place is not None and place.chunk.arrivals_expected[place.slot] != expected:
+                place.chunk.arrivals_expected[place.slot] = expected
                 changed = True
         for bucket in self.buckets if changed else ():
             bucket.reopen()
         return changed
 
     def train(self, agreed: Sequence[int]) -> bool:
-        """Ranks have agreed to train these parameters: True if that has changed."""
+        """Note which parameters ranks have agreed to train: True if that has changed."""
         before = self.trainable
         self.trainable = [bool(flag) and index not in self.taken for index, flag in enumerate(agreed)]
         return self.trainable != before
@@ -295,19 +299,19 @@ class Arrangement:
         control = self._world_size + Requests.PLACES
         return plan_layout(self.specs, trained, caps, control=control, shares=self.shares, unit=self.unit)
 
-    def mark_ready_again(self, arrivals: Iterable[int]) -> None:
-        """After a rebuild in the middle of a backward: mark what had arrived before as arrived here, too."""
+    def restore_arrivals(self, arrivals: Iterable[int]) -> None:
+        """Mark these gradients as arrived in the new buckets, too, after a rebuild in the middle of a backward."""
         for index in arrivals:
             place = self.places[index]
             if place is not None:
-                place[1].mark_ready(place[2])
+                place.chunk.mark_ready(place.slot)
 
     def mark_absent(self, agreed: Iterable[int]) -> None:
-        """No rank will have gradients of these parameters: they are not sent."""
+        """Leave these parameters out of what is sent: no rank will have gradients for them."""
         self._absent = frozenset(agreed)
-        self.mark_again()
+        self.restore_absent()
 
-    def mark_again(self) -> None:
+    def restore_absent(self) -> None:
         """Restore the absent marks of buckets that were reopened in the window, which all ranks agreed on."""
         for bucket in self.buckets if self._absent else ():
             absent = frozenset(n for n, slot in enumerate(bucket.plan.slots) if slot.parameter in self._absent)
@@ -323,7 +327,7 @@ class Arrangement:
             self.repeats = max(self._multiplicity) > 1
 
     def window_ended(self) -> None:
-        """The window is over, whatever its outcome."""
+        """Forget what belongs to the running window: it is over, whatever its outcome."""
         self.order.window_ended()
         self._absent = frozenset()
 

@@ -63,7 +63,10 @@ class Bucket:
         return f"bucket {self.index}: {first!r} … {last!r}, {self.buffer.nbytes} bytes of {self.plan.dtype}"
 
     def _cut(self) -> list[tuple[int, int]]:
-        """Where chunks begin and end, in slots. A slot too large for a chunk has its own: it waits for no other."""
+        """The beginnings and ends of chunks, in slots.
+
+        A slot too large for a chunk has its own: it waits for no other.
+        """
         nbytes = CHUNK_BYTES if self.plan.device.type == "cpu" else ACCELERATOR_CHUNK_BYTES
         most = nbytes // self.plan.dtype.itemsize
         runs: list[tuple[int, int]] = []
@@ -91,7 +94,7 @@ class Bucket:
         return chunk, slot - chunk.first
 
     def views_of(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The place of each gradient in ``buffer``, which is the payload or one like it in a different dtype."""
+        """Views of ``buffer`` for each gradient; it is the payload, or one like it in a different dtype."""
         if buffer is self.payload:
             return list(self.views)
         return [_view(buffer, slot, spec) for slot, spec in zip(self.plan.slots, self.specs, strict=True)]
@@ -116,7 +119,7 @@ class Bucket:
     # -- sending -----------------------------------------------------------------------------------------------
 
     def announce_absent(self, slots: frozenset[int]) -> None:
-        """All ranks know that none will have gradients for these slots: they are not sent.
+        """Leave these slots out of what is sent: all ranks know that none will have gradients for them.
 
         The bucket no longer waits for them. If a gradient arrives anyway, it is refused.
         """
@@ -127,12 +130,12 @@ class Bucket:
 
     @property
     def sends(self) -> bool:
-        """False when there is nothing to send: every slot is absent and the control flags are in a different bucket."""
+        """Whether anything is sent; not if every slot is absent and the control flags are in a different bucket."""
         return len(self.absent) < len(self.views) or self.plan.control > 0
 
     @property
     def empty(self) -> list[int]:
-        """Slots for which this rank has no gradient."""
+        """The slots for which this rank has no gradient."""
         return [chunk.first + slot for chunk in self.chunks for slot in chunk.empty]
 
     @torch.no_grad()
@@ -141,7 +144,7 @@ class Bucket:
         self.flat = torch.cat([self._whole[start:end] for start, end in self._segments()])
 
     def _segments(self) -> list[tuple[int, int]]:
-        """Runs of the buffer that are sent, including the tail."""
+        """The runs of the buffer that are sent, including the tail."""
         segments: list[tuple[int, int]] = []
         for slot in range(len(self.plan.slots)):
             if slot in self.absent:
@@ -157,7 +160,7 @@ class Bucket:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the reduction: parameters that got no gradient here get the mean, if any rank had one."""
+        """Attach the mean, after the reduction, to parameters that got no gradient here, if any rank had one."""
         if self.flat is not self._whole:
             offset = 0
             for start, end in self._segments():

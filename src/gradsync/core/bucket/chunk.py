@@ -72,7 +72,7 @@ class Chunk:
     # -- arrival -----------------------------------------------------------------------------------------------
 
     def mark_ready(self, slot: int) -> bool:
-        """Count a gradient of the chunk's ``slot``; True when this makes the chunk full. The hot path."""
+        """Count a gradient of the chunk's ``slot``; returns whether this makes the chunk full. The hot path."""
         left = self._waiting[slot] - 1
         self._waiting[slot] = left
         if left == 0:
@@ -85,7 +85,7 @@ class Chunk:
         return False
 
     def check_all_ready(self) -> bool:
-        """True when every slot has a gradient. Valid only if none had one when the backward began."""
+        """Whether every slot has a gradient now. Valid only if none had one when the backward began."""
         if self.full:
             return False
         gradients = list(map(_grad, self.parameters))
@@ -107,7 +107,7 @@ class Chunk:
         self.full = self.full or not self._missing
 
     def _check_surplus(self, slot: int, left: int) -> None:
-        """A gradient that was not expected is fine as long as the chunk is not scaled yet."""
+        """Refuse a gradient that was not expected if the chunk is already scaled, or the slot absent."""
         if slot in self.absent:
             self._refuse_absent(slot)
         if self.scaled:
@@ -150,7 +150,10 @@ class Chunk:
             self.memory.mul_(scale)
 
     def _take_unattached(self) -> tuple[list[Any], list[torch.Tensor]]:
-        """Gradients that are not attached yet, and the views that replace them. Slots without a gradient are zeroed."""
+        """Attach the views; returns the gradients that were not attached yet, and the views that replace them.
+
+        Slots without a gradient are zeroed.
+        """
         if self.before_gather is not None:
             self.before_gather(self.parameters)
         gradients = self._sighted or list(map(_grad, self.parameters))
@@ -186,7 +189,7 @@ class Chunk:
 
 
 def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.Tensor | None]:
-    """Their ``.grad``. With thousands of small parameters the loops over them matter, so these run in C."""
+    """The gradients of the parameters. With thousands of small ones the loops over them matter: these run in C."""
     return map(_grad, parameters)
 
 

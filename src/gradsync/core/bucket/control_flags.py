@@ -14,6 +14,7 @@ end. The rank that failed does not raise again. To keep replicas equal, no rank 
 that are about to raise mark it as late.
 """
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -24,10 +25,11 @@ from gradsync.base.errors import PeerFailedError
 
 __all__ = [
     "HostCopy",
+    "RequestPlace",
     "Requests",
     "failed_ranks",
-    "raise_for",
-    "raise_for_unknown",
+    "raise_if_failed",
+    "raise_if_unknown",
     "reads_at_once",
     "set_control_flags",
 ]
@@ -53,11 +55,31 @@ def reads_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+class RequestPlace(enum.IntEnum):
+    """The place of each kind of request in the control flags, counted from their end.
+
+    Before them each rank has a place, which it marks if its backward failed. :func:`step_gate` relies on the order.
+    """
+
+    # What all ranks must know, whoever marks it; see :mod:`gradsync.core.engine.step_guard`.
+    LATE = -6
+    # A skip vote, weights that were not announced, and a parameter that is trained again.
+    SKIP = -5
+    WEIGHTS = -4
+    TRAINED = -3
+    # Marked by the ranks that read the control flags at once, and by every rank.
+    KNOWN = -2
+    EVERYBODY = -1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """The requests to carry out after the buckets. ``weights``: sums of weights; ``trained``: which parameters are
-    trained; ``rejected``: which ranks reject the window, and why. ``late``: no rank steps on it; see [Note: late
-    failures]. ``known``: this rank reads the control flags at once, or, if it was read, all ranks do."""
+    """The requests to carry out after the buckets.
+
+    ``weights``: sums of weights; ``trained``: which parameters are trained; ``rejected``: which ranks reject the
+    window, and why. ``late``: no rank steps on it; see [Note: late failures]. ``known``: this rank reads the control
+    flags at once, or, if it was read, all ranks do.
+    """
 
     weights: bool = False
     trained: bool = False
@@ -65,21 +87,19 @@ class Requests:
     late: bool = False
     known: bool = True
 
-    # How many places they take in the control flags, and which of them signals a skip vote.
-    PLACES: ClassVar[int] = 6
-    SKIP: ClassVar[int] = -5
-    # Places of what all ranks must know, and of the ranks that confirm that they do; see
-    # :mod:`gradsync.core.engine.step_guard`.
-    LATE: ClassVar[int] = -6
-    KNOWN: ClassVar[int] = -2
-    EVERYBODY: ClassVar[int] = -1
+    # How many places they take in the control flags.
+    PLACES: ClassVar[int] = len(RequestPlace)
 
     @classmethod
     def read(cls, control: Sequence[float]) -> Self:
         """The requests of all ranks, and whether all ranks know of them."""
-        late, rejected, weights, trained, reading, everybody = control[-cls.PLACES :]
-        asked = {"weights": weights > 0, "trained": trained > 0, "rejected": rejected > 0}
-        return cls(**asked, late=late > 0, known=reading == everybody)
+        return cls(
+            weights=control[RequestPlace.WEIGHTS] > 0,
+            trained=control[RequestPlace.TRAINED] > 0,
+            rejected=control[RequestPlace.SKIP] > 0,
+            late=control[RequestPlace.LATE] > 0,
+            known=control[RequestPlace.KNOWN] == control[RequestPlace.EVERYBODY],
+        )
 
     @property
     def unknown(self) -> bool:
@@ -87,17 +107,17 @@ class Requests:
         return (self.weights or self.trained or self.rejected) and not self.known
 
     @property
-    def marked(self) -> list[int]:
-        """The places that this rank marks, counted from the end of the control flags: every rank marks the last one."""
-        asked = (
-            (self.LATE, self.late),
-            (self.SKIP, self.rejected),
-            (-4, self.weights),
-            (-3, self.trained),
-            (self.KNOWN, self.known),
-            (self.EVERYBODY, True),
-        )
-        return [place for place, is_marked in asked if is_marked]
+    def marked(self) -> list[RequestPlace]:
+        """The places that this rank marks: every rank marks the last one."""
+        asked = {
+            RequestPlace.LATE: self.late,
+            RequestPlace.SKIP: self.rejected,
+            RequestPlace.WEIGHTS: self.weights,
+            RequestPlace.TRAINED: self.trained,
+            RequestPlace.KNOWN: self.known,
+            RequestPlace.EVERYBODY: True,
+        }
+        return [place for place, is_marked in asked.items() if is_marked]
 
 
 # What happened to gradients where this rank learns of it one window late; empty where it learns in time.
@@ -119,11 +139,11 @@ def set_control_flags(control: torch.Tensor, failed_rank: int | None, requests: 
 
 
 def failed_ranks(control: Sequence[float]) -> list[int]:
-    """The ranks whose backward failed."""
+    """The ranks whose backward failed, by these control flags."""
     return [rank for rank, vote in enumerate(control[: -Requests.PLACES]) if vote > 0]
 
 
-def raise_for(failed: Sequence[int], since: str = "") -> None:
+def raise_if_failed(failed: Sequence[int], since: str = "") -> None:
     """Raise an error that names the ranks whose backward failed, if any. ``since``: what happened to the gradients."""
     if failed:
         names = ", ".join(f"rank {rank}" for rank in failed)
@@ -133,8 +153,8 @@ def raise_for(failed: Sequence[int], since: str = "") -> None:
         )
 
 
-def raise_for_unknown(requests: Requests, since: str = "") -> None:
-    """Where not all ranks read requests at once: raise if there are some that other ranks do not know of."""
+def raise_if_unknown(requests: Requests, since: str = "") -> None:
+    """Raise if there are requests that not all ranks know of, because some do not read the control flags at once."""
     if not requests.unknown:
         return
     if requests.rejected:
@@ -153,14 +173,16 @@ def raise_for_unknown(requests: Requests, since: str = "") -> None:
 
 @torch.no_grad()
 def step_gate(control: torch.Tensor, flags: list[torch.Tensor]) -> torch.Tensor:
-    """1.0 if no rank may step on the window of ``control``, else 0.0, on its device. ``flags`` are numbers on
-    the host that are nonzero once the communicator has failed."""
+    """A tensor on the device of ``control`` that is 1.0 if no rank may step on its window, else 0.0.
+
+    ``flags`` are numbers on the host that are nonzero once the communicator has failed.
+    """
     numbers = control.float()
-    asked = control.numel() + Requests.SKIP
+    asked = control.numel() + RequestPlace.SKIP
     # The votes, and after them whether some rank is late.
     bad = numbers[:asked].sum()
-    unknown = numbers[Requests.EVERYBODY] - numbers[Requests.KNOWN]
-    bad = torch.addcmul(bad, numbers[asked : Requests.KNOWN].sum(), unknown)
+    unknown = numbers[RequestPlace.EVERYBODY] - numbers[RequestPlace.KNOWN]
+    bad = torch.addcmul(bad, numbers[asked : RequestPlace.KNOWN].sum(), unknown)
     for flag in flags:
         bad = bad + flag.to(control.device, non_blocking=True)
     return torch.gt(bad, 0, out=torch.empty_like(bad))

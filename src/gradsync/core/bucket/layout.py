@@ -60,7 +60,10 @@ class ParameterSpec:
 
     @property
     def bucket_dtype(self) -> torch.dtype:
-        """Complex numbers are sent as pairs of reals: sums are the same, and every backend supports reals."""
+        """The dtype that is sent: a real one for complex numbers, as pairs.
+
+        Sums are the same, and every backend supports reals.
+        """
         return self.dtype.to_real() if self.dtype.is_complex else self.dtype
 
     @property
@@ -76,7 +79,7 @@ class ParameterSpec:
 
 
 def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Strides for the gradient's view: the parameter's own (channels_last stays so) where they fill memory densely."""
+    """The strides of the gradient's view: the parameter's own (as channels_last) where they fill memory densely."""
     expected = 1
     for stride, extent in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if extent > 1:
@@ -182,7 +185,15 @@ def plan_layout(
     groups = _fill(specs, prompt, caps) + _fill(specs, delayed, caps)
     largest = max(caps.caps)
     plans = [
-        _place(specs, group, index, control=control if index == len(groups) - 1 else 0, fit=(shares, unit), cap=largest)
+        _place(
+            specs,
+            group,
+            index,
+            control=control if index == len(groups) - 1 else 0,
+            shares=shares,
+            padding_unit=unit,
+            cap=largest,
+        )
         for index, group in enumerate(groups)
     ]
     return BucketLayout(buckets=tuple(plans), sparse=sparse)
@@ -219,17 +230,24 @@ def _fill_forward(specs: Sequence[ParameterSpec], order: Sequence[int], cap: Cal
 
 
 def _place(
-    specs: Sequence[ParameterSpec], group: Sequence[int], index: int, *, control: int, fit: tuple[int, int], cap: int
+    specs: Sequence[ParameterSpec],
+    group: Sequence[int],
+    index: int,
+    *,
+    control: int,
+    shares: int,
+    padding_unit: int,
+    cap: int,
 ) -> BucketPlan:
-    first, shares = specs[group[0]], fit[0]
-    unit = max(1, ALIGNMENT // first.bucket_dtype.itemsize)
+    first = specs[group[0]]
+    alignment = max(1, ALIGNMENT // first.bucket_dtype.itemsize)
     slots: list[Slot] = []
     offset = 0
     for parameter in group:
         numel = specs[parameter].bucket_numel
         slots.append(Slot(parameter=parameter, offset=offset, numel=numel))
-        offset += -(-numel // unit) * unit
-    multiple = math.lcm(unit * shares, fit[1])
+        offset += -(-numel // alignment) * alignment
+    multiple = math.lcm(alignment * shares, padding_unit)
     offset = -(-offset // multiple) * multiple
     numel = offset + len(slots) + control
     # Equal pieces, none much larger than the cap, and none too small to be worth a collective.

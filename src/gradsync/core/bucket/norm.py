@@ -36,7 +36,7 @@ class BucketNorms:
         self._known: dict[int, tuple[torch.Tensor, int, list[torch.Tensor | None]]] = {}
 
     def note(self, bucket: Bucket) -> None:
-        """The bucket holds means now."""
+        """Compute the norm of a bucket that holds means now."""
         gradients = list(gradients_of(bucket.parameters))
         self._known.pop(bucket.index, None)
         if not self.may_take(bucket) or not is_whole(bucket, gradients):
@@ -44,7 +44,7 @@ class BucketNorms:
         self._known[bucket.index] = (norm_of(bucket.payload, self.norm_type), bucket.buffer._version, gradients)
 
     def may_take(self, bucket: Bucket) -> bool:
-        """Whether the norm of its memory is that of its gradients.
+        """Whether the norm of a bucket's memory is that of its gradients.
 
         It stores the real and imaginary parts of complex ones as separate numbers, which changes all norms but one.
         """
@@ -60,7 +60,7 @@ class BucketNorms:
 
 
 def is_whole(bucket: Bucket, gradients: Iterable[torch.Tensor | None]) -> bool:
-    """Whether these, the gradients of its parameters, are all that is in the bucket."""
+    """Whether ``gradients``, those of the bucket's parameters, are all that is in the bucket."""
     return all(gradient is view for gradient, view in zip(gradients, bucket.views, strict=True))
 
 
@@ -83,14 +83,14 @@ def own_parts(bucket: Bucket, meant: Collection[int], rank: int) -> list[torch.T
 
 
 def norm_of(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm, in float32 at least: the sum of the squares of a million bfloat16 numbers does not fit into one."""
+    """The norm of a tensor, in float32 at least: a million squares of bfloat16 do not add up in bfloat16."""
     dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
     norm: torch.Tensor = torch.linalg.vector_norm(tensor, norm_type, dtype=dtype)
     return norm
 
 
 def combine_norms(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The norm of everything, from the norms of its parts, which may be on several devices."""
+    """The norm of all parts together, from the norms of the parts, which may be on several devices."""
     if not norms:
         return torch.tensor(0.0)
     first = norms[0]
@@ -127,7 +127,7 @@ def clip_gradients(
 
 
 def checked_norm(max_norm: Any, norm_type: Any) -> tuple[float, float]:
-    """Both as numbers; refuse values that cannot be numbers."""
+    """The maximum and the type of a norm as numbers; refuse values that cannot be numbers."""
     try:
         numbers = float(max_norm), float(norm_type)
     except (TypeError, ValueError) as error:

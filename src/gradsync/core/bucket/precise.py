@@ -16,7 +16,7 @@ import torch
 from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.layout import ParameterSpec
 
-__all__ = ["NARROW", "PreciseGradients", "exchange", "restore_gradients", "wide_dtype", "widened"]
+__all__ = ["NARROW", "PreciseGradients", "replace_gradient", "restore_gradients", "wide_dtype", "widened"]
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -30,12 +30,12 @@ class PreciseGradients:
         self.forget()
 
     def forget(self) -> None:
-        """Release the means: they are in use again, or buckets are about to go."""
+        """Forget the means: they are in use again, or buckets are about to go."""
         self._means: dict[int, _Mean] = {}
 
     def widen(self) -> bool:
-        """A backward begins: what autograd creates, or adds to, is wide. True if a gradient was replaced."""
-        exchanged = False
+        """Make wide what autograd creates, or adds to, as a backward begins. True if a gradient was replaced."""
+        replaced = False
         for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -43,13 +43,13 @@ class PreciseGradients:
             elif gradient.dtype != self.dtype:
                 mean = self._means.get(id(parameter))
                 still_it = mean is not None and mean.narrow is gradient and mean.version == gradient._version
-                exchange(parameter, mean.wide if mean is not None and still_it else gradient.to(self.dtype))
-                exchanged = True
+                replace_gradient(parameter, mean.wide if mean is not None and still_it else gradient.to(self.dtype))
+                replaced = True
         self.forget()
-        return exchanged
+        return replaced
 
     def narrow(self, buckets: Sequence[Bucket]) -> bool:
-        """The means are there: hand them to the optimizer. True if a gradient was replaced."""
+        """Hand the means to the optimizer in the parameters' own dtypes. True if a gradient was replaced."""
         self.forget()
         for bucket in buckets:
             copies: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -59,26 +59,26 @@ class PreciseGradients:
                 if parameter.dtype not in copies:
                     copies[parameter.dtype] = bucket.views_of(bucket.payload.to(parameter.dtype))
                 narrow = copies[parameter.dtype][slot]
-                exchange(parameter, narrow)
+                replace_gradient(parameter, narrow)
                 self._means[id(parameter)] = _Mean(narrow, narrow._version, bucket.views[slot])
         return bool(self._means)
 
     def restore(self) -> bool:
-        """Gradients have the dtype of their parameters again. True if one was replaced."""
+        """Give gradients the dtype of their parameters again. True if one was replaced."""
         return restore_gradients(self.parameters)
 
 
 def restore_gradients(parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Give narrow parameters gradients of their own dtype. True if one was replaced."""
-    exchanged = False
+    replaced = False
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             parameter.grad_dtype = parameter.dtype
         elif gradient.dtype != parameter.dtype:
-            exchange(parameter, gradient.to(parameter.dtype))
-            exchanged = True
-    return exchanged
+            replace_gradient(parameter, gradient.to(parameter.dtype))
+            replaced = True
+    return replaced
 
 
 class _Mean(NamedTuple):
@@ -89,7 +89,7 @@ class _Mean(NamedTuple):
     wide: torch.Tensor
 
 
-def exchange(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+def replace_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
     """Give the parameter this gradient, whatever its dtype."""
     # torch refuses a gradient, or a change of its dtype, that does not fit what is there.
     parameter.grad = None

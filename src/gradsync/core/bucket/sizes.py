@@ -43,7 +43,7 @@ HOST_SECONDS_PER_BUCKET = 100e-6
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCost:
-    """An all-reduce of n bytes takes ``latency + n · seconds_per_byte``; compute can hide a share of it."""
+    """The cost of an all-reduce: of n bytes, ``latency + n · seconds_per_byte``; compute can hide a share of it."""
 
     latency: float
     seconds_per_byte: float
@@ -61,7 +61,7 @@ class LinkCost:
 
 
 def auto_caps(cost: LinkCost, total_bytes: int) -> BucketCaps:
-    """Caps by the cost model: the best size, with smaller buckets at the end, where nothing hides them."""
+    """The caps by the cost model: the best size, with smaller buckets at the end, where nothing hides them."""
     best = cost.best_bucket_bytes(total_bytes)
     if not cost.overlaps:
         return BucketCaps.uniform(best)
@@ -84,8 +84,10 @@ WORSE_IN_A_ROW = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """Sizes, and the time per window in each of their trials: the minimum of its windows, because anything else that
-    runs on the machine only adds to it."""
+    """The caps tried, and the time per window in each of their trials.
+
+    The time is the minimum of its windows, because anything else that runs on the machine only adds to it.
+    """
 
     caps: BucketCaps
     times: list[float]
@@ -96,8 +98,10 @@ class _Trial:
 
 
 class BucketTuner:
-    """An engine observer that proposes bucket sizes. ``clock`` marks a moment; ``seconds`` is the time between two
-    moments."""
+    """An engine observer that proposes bucket sizes.
+
+    ``clock`` marks a moment; ``seconds`` is the time between two moments.
+    """
 
     def __init__(
         self,
@@ -159,7 +163,7 @@ class BucketTuner:
         self._trials.append(_Trial(caps=caps, times=[min(times)]))
 
     def _following(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
-        """The next to try: other sizes, then the finalists once more, then nothing."""
+        """The caps to try next: other sizes, then the finalists once more, then nothing."""
         if self._finalists is None:
             other = None if self._grows_worse() else self._next(sizes)
             if other is not None:
@@ -170,7 +174,7 @@ class BucketTuner:
 
     @property
     def _fine(self) -> list[_Trial]:
-        """The trials of as many pieces as are wanted; all, if there is none."""
+        """The trials of as many pieces as are wanted; all trials, if there is none."""
         if self.fewest == 1 or not self._trials[0].caps.from_the_end:
             return self._trials
         return [trial for trial in self._trials if max(trial.caps.caps) <= self._total // self.fewest] or self._trials
@@ -188,7 +192,7 @@ class BucketTuner:
         return len(finer) > WORSE_IN_A_ROW and min(finer) < min(finer[-WORSE_IN_A_ROW:])
 
     def _next(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
-        """Finer buckets than in all trials but the estimate, if any caps make buckets that were not tried yet."""
+        """Caps finer than in all trials but the estimate, if any make buckets that were not tried yet."""
         guess = self._trials[0].caps
         total = self._total = sum(sizes(guess))
         tried = [sizes(trial.caps) for trial in self._trials]

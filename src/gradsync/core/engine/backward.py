@@ -75,7 +75,7 @@ class BackwardEngine:
         # Whether the weight of the running backward has been counted.
         self._announced = False
         # The state before the running backward of gradients that no hook reports.
-        self._unbucketed: list[tuple[torch.Tensor, int]] = []
+        self._newly_trained: list[tuple[torch.Tensor, int]] = []
         watch_failures()
         options.policy.reduction.examine(specs)
         store.build()
@@ -91,7 +91,7 @@ class BackwardEngine:
 
     @property
     def observer(self) -> Observers | None:
-        """The observers, if there are any."""
+        """All observers as one, if there are any."""
         return self.store.observer
 
     def detach(self) -> None:
@@ -102,7 +102,7 @@ class BackwardEngine:
     # -- a backward begins ---------------------------------------------------------------------------------------
 
     def on_output_gradient(self, forward_synchronizes: bool, forward_task: int, abstentions: int) -> None:
-        """The gradient of a forward's output is there: a backward has started, or continues."""
+        """Start or continue a backward: the gradient of a forward's output is there."""
         if self.phase is Phase.DETACHED or not accumulates():
             return
         if self.phases.busy and forward_task == NO_TASK and self.phases.task != current_task():
@@ -118,7 +118,10 @@ class BackwardEngine:
             self.exchange.begin()
 
     def begin_at_parameter(self, index: int) -> None:
-        """No output announced this backward; its first gradient does: :mod:`gradsync.core.engine.backward_watch`."""
+        """Begin a backward that no output announced, at its first gradient.
+
+        See :mod:`gradsync.core.engine.backward_watch`.
+        """
         self.exchange.counts_always = True
         self.window.expect_backward()
         # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
@@ -162,7 +165,7 @@ class BackwardEngine:
         if self.options.keeper is not None:
             self.options.keeper.resume()
         self._hooks.arrivals.clear()
-        self._unbucketed = self.arrangement.unbucketed()
+        self._newly_trained = self.arrangement.newly_trained_gradients()
         watch_backward(self)
         if self.observer is not None:
             self.observer.backward_began(synchronizes=self.switches.enabled)
@@ -174,7 +177,7 @@ class BackwardEngine:
     # -- it ends -------------------------------------------------------------------------------------------------
 
     def backward_ended(self) -> None:
-        """Stage 5: autograd has finished; so do the buckets."""
+        """Finish the buckets, as autograd has finished: stage 5."""
         if self.phase is Phase.DETACHED:
             return
         if self.observer is not None:
@@ -194,7 +197,7 @@ class BackwardEngine:
         """Whether the backward that ends has left a gradient."""
         if self._hooks.arrivals or (not self._hooks.per_parameter and self.arrangement.has_gradients()):
             return True
-        before, now = self._unbucketed, self.arrangement.unbucketed()
+        before, now = self._newly_trained, self.arrangement.newly_trained_gradients()
         return len(now) != len(before) or any(
             mine is not old or version != seen for (mine, version), (old, seen) in zip(now, before, strict=True)
         )
@@ -220,7 +223,7 @@ class BackwardEngine:
         self._hand_out(has_means=has_means)
 
     def _hand_out(self, *, has_means: bool) -> None:
-        """All ranks have exchanged everything: hand out the result. Raises what the previous window has left."""
+        """Hand out the result, which all ranks have now. Raises what the previous window has left."""
         store, window = self.store, self.window
         self.exchange.pace.window_ended(worked=self.exchange.contributes)
         if has_means:
@@ -233,7 +236,7 @@ class BackwardEngine:
         store.hand_out()
         if window.is_rejected and window.is_stepped_by_closure:
             self.arrangement.drop_gradients()
-            window.close()
+            window.optimizer_stepped()
             window.step_was_skipped = True
         if abstained:
             self.abstained()
@@ -243,19 +246,19 @@ class BackwardEngine:
         self.exchange.raise_late()
 
     def abstained(self) -> None:
-        """All ranks know that this one abstains."""
+        """Note that all ranks know that this one abstains."""
         self.window.abstained(self.buckets)
 
     def _clear_window(self) -> None:
         """Clear what was noted for one synchronization only, whatever its outcome."""
         self.arrangement.window_ended()
-        self.window.close_window()
+        self.window.end_synchronization()
         self._sparse.clear()
         self._clear_backward()
 
     def _clear_backward(self) -> None:
         self.exchange.give_up_lead()
-        self.window.close_backward()
+        self.window.end_backward()
         self.pipeline.reset()
         if self.options.keeper is not None:
             self.options.keeper.release_all()
@@ -264,15 +267,17 @@ class BackwardEngine:
     # -- it fails: see [Note: a failed backward] -------------------------------------------------------------------
 
     def backward_failed(self, forward_synchronizes: bool) -> None:
-        """Autograd has raised. A backward that was local so far may have been heading for a forward that is not."""
+        """Report to the others that autograd has raised: even a local backward may have been meant to synchronize."""
         if self.phase is Phase.LOCAL and self.switches.let_synchronize(forward_synchronizes):
             self.fail()
         elif self.phases.busy:
             self.recover()
 
     def output_unreached(self, forward_synchronizes: bool) -> None:
-        """A backward failed on its way to the output of a forward, which it reaches on the other ranks; or was refused
-        there, because of what an earlier failure has left behind."""
+        """Recover from a backward that did not reach the output of a forward, as it does on the other ranks.
+
+        It failed on its way there, or was refused there, because of what an earlier failure has left behind.
+        """
         if self.phases.busy:
             # It had reached the output, and an interrupt has kept it from saying so.
             self.backward_failed(forward_synchronizes)
@@ -303,8 +308,10 @@ class BackwardEngine:
             self.recover()
 
     def recover(self) -> None:
-        """Complete the synchronization of a failed backward, on this rank or another. Works in any phase, and again
-        where an interrupt has cut it short."""
+        """Complete the synchronization of a failed backward, on this rank or another.
+
+        Works in any phase, and again where an interrupt has cut it short.
+        """
         window, abstained = self.window, False
         is_reported = self.phase is Phase.SYNCHRONIZING
         window.reported = Reported.FAILED if is_reported else None
@@ -329,7 +336,7 @@ class BackwardEngine:
             self.abstained()
 
     def raised_on_all(self) -> None:
-        """All ranks have raised for a common reason: no rank waits for this one."""
+        """Give the window up: all ranks have raised for a common reason, and no rank waits for this one."""
         self.window.failures += 1
         self.arrangement.drop_gradients()
         self.window.discard()

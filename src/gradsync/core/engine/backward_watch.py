@@ -66,8 +66,11 @@ _MARK = "gradsync"
 
 
 def watch_outputs(output: Any, watcher: Watcher, forward_synchronizes: bool, abstentions: int) -> None:
-    """Notify ``watcher`` when a backward reaches the output of a forward, which has just run. It is also notified of
-    one that fails on its way there, unless this rank has abstained since, which it had done ``abstentions`` times."""
+    """Notify ``watcher`` when a backward reaches the output of a forward, which has just run.
+
+    It is also notified of one that fails on its way there, unless this rank has abstained since, which it had done
+    ``abstentions`` times.
+    """
     task, reference = current_task(), weakref.ref(watcher)
 
     def hook(_: torch.Tensor) -> None:
@@ -92,8 +95,11 @@ class _Call:
         self.begun: list[Watcher] = []
 
     def notify(self, error: BaseException, roots: "Iterable[torch.Tensor | GradientEdge]") -> None:
-        """The call has raised. Notify watchers in the order in which they began, as they would have been notified of
-        the end; then those that the call would have reached, in the order in which it would have."""
+        """Notify the watchers that the call has raised.
+
+        First those that have begun, in the order in which they would have been notified of the end; then those that the
+        call would have reached, in the order in which it would have.
+        """
         marks = _marks_below(roots)
         synchronizing = [watcher for watcher, forward_synchronizes in marks if forward_synchronizes]
         unreported: list[Callable[[], None]] = [

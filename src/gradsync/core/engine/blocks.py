@@ -20,8 +20,10 @@ LOGGER = logging.getLogger("gradsync")
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A micro-batch of ``accumulate()``. If it covers several models, ``finish_all`` synchronizes them in one order,
-    and nothing is sent before."""
+    """A micro-batch of ``accumulate()``.
+
+    If it covers several models, ``finish_all`` synchronizes them in one order, and nothing is sent before.
+    """
 
     last: bool
     synchronizes: bool
@@ -54,7 +56,7 @@ class PendingWork:
     # -- blocks ----------------------------------------------------------------------------------------------------
 
     def enter(self, block: Block) -> None:
-        """A micro-batch begins."""
+        """Begin the micro-batch of ``block``."""
         engine, window = self._engine, self._engine.window
         former = self._entered
         if former is not None:
@@ -72,7 +74,7 @@ class PendingWork:
         engine.store.expect_backward()
 
     def leave(self, block: Block) -> None:
-        """Does nothing if it was already left."""
+        """End the micro-batch of ``block``, unless it was already left."""
         if self._entered is not None and self._entered.block is block:
             self._engine.switches.enabled = self._entered.enabled
             self._entered = None
@@ -84,7 +86,7 @@ class PendingWork:
         return self._entered is not None and self._entered.synchronizations != self._engine.window.synchronizations
 
     def finish_last(self) -> None:
-        """In the last micro-batch of a window: if no backward of this rank has synchronized it, nothing else will."""
+        """Synchronize the window in its last micro-batch, if no backward of this rank has: nothing else will."""
         if self._entered is None or not self._entered.block.synchronizes:
             return
         engine, block = self._engine, self._entered.block
@@ -112,8 +114,10 @@ class PendingWork:
     # -- a forward -------------------------------------------------------------------------------------------------
 
     def stand_in_by(self, callback: Callable[[bool], bool]) -> None:
-        """For wrappers with further collectives in a forward: ``callback`` takes part in those of the others where this
-        rank has run no forward, and returns whether it had to. Its argument tells whether the window ends."""
+        """Set how this rank takes part in a wrapper's own collectives in forwards of the others, if it has run none.
+
+        ``callback`` does so, and returns whether it had to. Its argument tells whether the window ends.
+        """
         self._stand_in = callback
 
     def stand_in_for_forward(self, *, ends_window: bool = True) -> None:
@@ -132,11 +136,11 @@ class PendingWork:
             self._engine.fail()
 
     def fail_later(self, *, owed: bool = True) -> None:
-        """Do the same, but later: when this rank next touches the model. Or no longer, if it is not ``owed``."""
+        """Put :meth:`fail` off until this rank next touches the model; or drop that plan, if it is not ``owed``."""
         self._owes_failure = owed
 
     def finish(self) -> None:
-        """This rank touches the model: do the work that was put off."""
+        """Do the work that was put off: this rank touches the model."""
         if self._owes_failure:
             self._owes_failure = False
             LOGGER.warning(

@@ -77,7 +77,7 @@ class GradientExchange:
         return _leaders.get(self._group) is self._reference
 
     def _take_lead(self) -> bool:
-        """True if no other model leads in the running backward; this one then does, until :meth:`give_up_lead`."""
+        """Lead in the running backward until :meth:`give_up_lead`, if no other model does; returns whether it leads."""
         leader = _leaders.get(self._group)
         if leader is not None and leader() not in (None, self):
             return False
@@ -91,7 +91,7 @@ class GradientExchange:
     # -- before the first bucket starts ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Gradients must go to all ranks: negotiate, if this model leads. Collective then."""
+        """Begin the synchronization: negotiate, if this model leads. Collective then."""
         store, pipeline, order = self._store, self._pipeline, self._arrangement.order
         self._window.exchanged = False
         self._phases.enter(Phase.SYNCHRONIZING)
@@ -131,14 +131,14 @@ class GradientExchange:
         arrangement, pipeline, weights = self._arrangement, self._pipeline, self._weights
         with pipeline.section:
             if arrangement.order.running:
-                arrangement.mark_again()
+                arrangement.restore_absent()
             else:
                 self._late_failure = pipeline.late_failure()
                 arrangement.order.window_began()
                 if self._comparison is not None:
                     self._comparison.before_window(arrangement.order.windows_before, arrangement.parameters)
                 if self._rearrange():
-                    arrangement.mark_ready_again(self._store.hooks.arrivals)
+                    arrangement.restore_arrivals(self._store.hooks.arrivals)
                 weights.start(uncounted=self.contributes and not weights.counting)
                 if self._droppable and pipeline.reduction.carries_tail:
                     self._agree_on_absent()
@@ -188,7 +188,7 @@ class GradientExchange:
         return self._arrangement.tune([-seconds for seconds in message.tolist()])
 
     def _reconsider(self) -> bool:
-        """Whether the reduction has been replaced by a different one."""
+        """Let the reduction replace itself by a different one: True if it has."""
         pipeline, arrangement = self._pipeline, self._arrangement
         window = arrangement.order.windows_before
         if not pipeline.reduction.reconsider(window, arrangement.buckets, self._communicator):
@@ -220,15 +220,15 @@ class GradientExchange:
             self._take_lead()
             self._negotiate()
         if self._window.is_rejected:
-            self._pipeline.skip_vote.stand()
+            self._pipeline.skip_vote.keep_rejecting()
         self.pace.work_ended()
         # Inside the step of an optimizer gradients are used before anything else can wait for the control flags.
-        has_means = self._exchange(at_once=self._window.is_stepped_by_closure)
+        has_means = self._reduce_all(at_once=self._window.is_stepped_by_closure)
         self._window.exchanged = True
         self._window.synchronizations += 1
         return has_means
 
-    def _exchange(self, *, at_once: bool) -> bool:
+    def _reduce_all(self, *, at_once: bool) -> bool:
         pipeline, weights, skip_vote = self._pipeline, self._weights, self._pipeline.skip_vote
         counts, trains_more = weights.unannounced, self._arrangement.trains_more
         contributes = self.contributes
@@ -240,7 +240,7 @@ class GradientExchange:
         pipeline.requests = Requests(
             weights=counts,
             trained=trains_more,
-            rejected=skip_vote.is_noted,
+            rejected=skip_vote.votes_to_skip,
             late=self._late_failure is not None,
             known=waits,
         )
@@ -257,8 +257,8 @@ class GradientExchange:
         pipeline = self._pipeline
         verdict = self._read_votes()
         if verdict is not None and verdict.skips:
-            invalidate(pipeline.buckets, self._arrangement.outside(), finite=verdict.finite)
-            pipeline.conclude(well=False)
+            invalidate(pipeline.buckets, self._arrangement.outside_parameters(), finite=verdict.finite)
+            pipeline.conclude(succeeded=False)
             return False
         late = self._correct(dropped=verdict.dropped if verdict else 0, uncounted=uncounted)
         divisor = pipeline.divisor / pipeline.local_scale / late
@@ -267,8 +267,10 @@ class GradientExchange:
         return True
 
     def _correct(self, *, dropped: int, uncounted: bool) -> float:
-        """Apply to the means what is known only now, and return the factor: weights that were not announced, and ranks
-        that are left out. Collective, where there is such a thing."""
+        """Apply to the means what is known only now, and return the factor.
+
+        That is weights that were not announced, and ranks that are left out. Collective, where there is such a thing.
+        """
         weights, pipeline, correction = self._weights, self._pipeline, 1.0
         if pipeline.requests.weights:
             correction = weights.follow_up(pipeline.divisor, uncounted=uncounted) or 1.0
@@ -282,18 +284,18 @@ class GradientExchange:
         return correction
 
     def _leave_out_own(self) -> bool:
-        """Check what does not pass through the pipeline; drop this rank's gradients if it is left out of the mean."""
+        """Check what does not pass through the pipeline; drop this rank's gradients if the mean leaves it out."""
         arrangement, skip_vote = self._arrangement, self._pipeline.skip_vote
         if skip_vote.check is not None:
             specs, parameters = arrangement.specs, arrangement.parameters
             outside = arrangement.outside_indices
-            skip_vote.check.look_at((index, specs[index].name, parameters[index].grad) for index in outside)
+            skip_vote.check.check_outside((index, specs[index].name, parameters[index].grad) for index in outside)
         if not skip_vote.holds_back:
             return False
         for bucket in arrangement.buckets:
             bucket.gather()
             assert skip_vote.check is not None
-            skip_vote.check.look(bucket)
+            skip_vote.check.check_bucket(bucket)
         if not skip_vote.reason:
             return False
         # From here on this rank counts as one without gradients and without weight.
@@ -303,15 +305,17 @@ class GradientExchange:
         return True
 
     def _read_votes(self) -> WindowVerdict | None:
-        """The verdict on the control flags, if any rank has voted to skip. Collective then. A failed rank does not take
-        part."""
+        """The verdict on the control flags, if any rank has voted to skip. Collective then.
+
+        A failed rank does not take part.
+        """
         pipeline = self._pipeline
         if pipeline.failed:
             return pipeline.skip_vote.tolerate(pipeline.failed)
         if pipeline.requests.late:
             # Ranks raise at the end of this window, for the previous one.
             return WindowVerdict()
-        return pipeline.skip_vote.exchange() if pipeline.requests.rejected else None
+        return pipeline.skip_vote.gather_votes() if pipeline.requests.rejected else None
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:
         """Average what has no place in a bucket: sparse gradients, and those of parameters that are trained again."""
@@ -330,8 +334,10 @@ class GradientExchange:
         sparse.reduce(taken_in, divisor)
 
     def raise_late(self) -> None:
-        """Raise what was learned about the previous window. Not before this one is over: raising earlier would leave
-        the others waiting for this rank, or report a false failure to them."""
+        """Raise what was learned about the previous window, now that this one is over.
+
+        Raising earlier would leave the others waiting for this rank, or report a false failure to them.
+        """
         error, self._late_failure = self._late_failure, None
         if error is not None:
             raise error
@@ -339,7 +345,7 @@ class GradientExchange:
     # -- it fails --------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Complete it with the others, who learn that this rank failed, or know that a different one did."""
+        """Complete the synchronization with the others, who learn that this rank failed, or know that another did."""
         pipeline = self._pipeline
         if pipeline.section.cut_short and self._communicator.world_size > 1:
             # See [Note: an interrupt] in :mod:`gradsync.core.engine.state`.

@@ -42,16 +42,16 @@ class BucketClient(Protocol):
 
     @property
     def whole(self) -> Reduction:
-        """The reduction that would be used without it."""
+        """The reduction to the mean of every gradient on every rank, which would be used without the client."""
 
     def leave(self) -> None:
-        """The buckets are needed for gradients: finish what is in flight in them."""
+        """Finish what is in flight in the buckets: they are needed for gradients."""
 
     def move_out(self) -> None:
         """Release the buckets, which are about to go. Called after :meth:`leave`."""
 
     def moved(self, buckets: Sequence[Bucket]) -> None:
-        """Buckets were rebuilt. All ranks are here, so collectives are allowed."""
+        """Take over the buckets that were rebuilt. All ranks are here, so collectives are allowed."""
 
 
 class GradientStore:
@@ -63,7 +63,7 @@ class GradientStore:
         self.arrangement, self.pipeline, self.hooks = arrangement, pipeline, hooks
         parameters, communicator = arrangement.parameters, options.communicator
         dtype = options.policy.accumulation_dtype
-        self.window = Window(communicator, arrangement.outside)
+        self.window = Window(communicator, arrangement.outside_parameters)
         # The owner of the buckets while no backward runs, where each rank has a share of them.
         self.client: BucketClient | None = None
         # The gradients that are shared out at the moment.
@@ -93,14 +93,14 @@ class GradientStore:
         self.window.means_left_buckets()
         if self._precise is not None:
             self._precise.forget()
-        self.pipeline.lay([])
+        self.pipeline.set_buckets([])
         reduction, world_size = self.pipeline.reduction, self.pipeline.communicator.world_size
         self.arrangement.shares = world_size if reduction.scatters else 1
         self.arrangement.unit = reduction.unit(world_size)
         self.arrangement.build()
         if self.observer is not None and self._tuner is not None and self._tuner.finished:
             self.observer = self.observer.without(self._tuner)
-        self.pipeline.lay(self.arrangement.buckets, self.observer)
+        self.pipeline.set_buckets(self.arrangement.buckets, self.observer)
         reduction.rebuilt(self.arrangement.layout)
         if self.client is not None:
             self.client.moved(self.buckets)
@@ -143,27 +143,29 @@ class GradientStore:
     # -- width -------------------------------------------------------------------------------------------------------
 
     def expect_backward(self) -> None:
-        """A backward is near: gradients of narrow parameters must be wide. May be called any number of times."""
+        """Make gradients of narrow parameters wide, for a backward that is near. May be called any number of times."""
         if self._precise is not None:
-            self.window.exchange(self._precise.widen, self.buckets, self._precise.parameters)
+            self.window.replace_gradients(self._precise.widen, self.buckets, self._precise.parameters)
 
     def expect_step(self) -> None:
-        """A step is near, and a forward may have run since the means came: the optimizer gets narrow gradients."""
+        """Make gradients narrow again, for a step that is near: a forward may have run since the means came."""
         if self._precise is not None and not self.pipeline.reduction.scatters:
-            self.window.exchange(self._precise.restore, self.buckets, self._precise.parameters)
+            self.window.replace_gradients(self._precise.restore, self.buckets, self._precise.parameters)
 
     # -- ownership ---------------------------------------------------------------------------------------------------
 
     def hand_out(self) -> None:
-        """The window is synchronized: give the means to whatever steps on them."""
+        """Give the means of the synchronized window to whatever steps on them."""
         if self.pipeline.reduction.scatters:
             self._share_out()
         elif self._precise is not None and self.window.finished:
-            self.window.exchange(partial(self._precise.narrow, self.buckets), self.buckets, self._precise.parameters)
+            self.window.replace_gradients(
+                partial(self._precise.narrow, self.buckets), self.buckets, self._precise.parameters
+            )
             self.window.means_left_buckets()
 
     def _share_out(self) -> None:
-        """Every rank has the means of its share now."""
+        """Mark the gradients as means of a share only: every rank has those of its share now."""
         self._shared = SharedGradients(self.pipeline.communicator)
         for bucket in self.buckets:
             self._shared.take_in(bucket)
@@ -174,7 +176,7 @@ class GradientStore:
         return self._shared is not None and self._shared.are_used_up
 
     def use_up(self) -> None:
-        """The client takes the memory of the gradients, for the step that is about to read them."""
+        """Let the client take the memory of the gradients, for the step that is about to read them."""
         if self._are_used_up:
             # A second step: on zeros, if the gradients were zeroed, and otherwise on nothing that is a gradient.
             zeroed = [view for bucket in self.buckets for view in bucket.views if is_zeroed(view)]
@@ -201,10 +203,10 @@ class GradientStore:
 
     @torch.no_grad()
     def take_back(self, *, worthless: bool = False) -> None:
-        """Gradients are about to arrive, or buckets to go: nothing else may hold them. May be called any number of
-        times.
+        """Take the gradients back from whatever else holds them: new ones are about to arrive, or buckets to go.
 
-        ``worthless``: the gradients belong to a failed window, and nothing is expected of them.
+        May be called any number of times. ``worthless``: the gradients belong to a failed window, and nothing is
+        expected of them.
         """
         if self.client is not None:
             self.client.leave()
@@ -237,5 +239,5 @@ class GradientStore:
 
 
 def _is_kept(parameter: torch.nn.Parameter, view: torch.Tensor) -> bool:
-    """Whether its gradient is still there: neither gone nor zeroed."""
+    """Whether a parameter's gradient is still there: neither gone nor zeroed."""
     return parameter.grad is view and not is_zeroed(view)

@@ -16,53 +16,53 @@ class Observer(Protocol):
     """Called at the stages of a gradient's path. Must be quick: it runs inside backward."""
 
     def backward_began(self, *, synchronizes: bool) -> None:
-        """The first sign of a backward."""
+        """Called at the first sign of a backward."""
 
     def bucket_ready(self, bucket: Bucket) -> None:
-        """The last gradient of the bucket was gathered."""
+        """Called when the last gradient of the bucket was gathered."""
 
     def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
-        """The bucket's reduction was started; ``handle`` is what the engine will wait for."""
+        """Called when the bucket's reduction was started; ``handle`` is what the engine will wait for."""
 
     def backward_ended(self) -> None:
-        """Autograd has nothing left to compute; communication that has not finished by now is exposed."""
+        """Called when autograd has nothing left to compute; communication that has not finished by now is exposed."""
 
     def bucket_finished(self, bucket: Bucket) -> None:
-        """The engine has waited for the bucket, which now holds the mean."""
+        """Called when the engine has waited for the bucket, which now holds the mean."""
 
     def synchronization_finished(self) -> None:
-        """All gradients are means."""
+        """Called when all gradients are means."""
 
 
 class LoopObserver(Protocol):
     """Further, optional events: what the training loop, and a sharded optimizer, do between backwards."""
 
     def evaluation_began(self) -> None:
-        """A forward without gradients is about to run."""
+        """Called when a forward without gradients is about to run."""
 
     def forward_began(self) -> None:
-        """A forward with gradients is about to run."""
+        """Called when a forward with gradients is about to run."""
 
     def forward_ended(self) -> None:
-        """The forward has run."""
+        """Called when the forward has run."""
 
     def chunk_full(self, bucket: Bucket) -> None:
-        """All gradients of a chunk of the bucket are there, and are about to be gathered."""
+        """Called when all gradients of a chunk of the bucket are there, and are about to be gathered."""
 
     def step_began(self) -> None:
-        """An optimizer is about to update parameters of the model; their gradients are means."""
+        """Called when an optimizer is about to update parameters of the model; their gradients are means."""
 
     def step_ended(self, optimizer: Any) -> None:
-        """The optimizer has updated them, as far as it does so in its step."""
+        """Called when the optimizer has updated them, as far as it does so in its step."""
 
     def gather_started(self, bucket: Bucket, handle: Handle) -> None:
-        """New parameters of the bucket are being gathered on all ranks."""
+        """Called when new parameters of the bucket are being gathered on all ranks."""
 
     def gather_needed(self, bucket: Bucket) -> None:
-        """A reader needs a parameter of the bucket that is still being gathered, and waits from now on."""
+        """Called when a reader needs a parameter of the bucket that is still being gathered, and waits from now on."""
 
     def gather_arrived(self, bucket: Bucket) -> None:
-        """The parameters of the bucket are there, and the waiting readers go on."""
+        """Called when the parameters of the bucket are there, and the waiting readers go on."""
 
 
 def _event(name: str) -> Callable[..., None]:
@@ -75,8 +75,11 @@ def _event(name: str) -> Callable[..., None]:
 
 
 class Observers:
-    """All observers of one engine. One that raises is not called again: observing must not be able to break training,
-    least of all on one rank alone, in the middle of a synchronization that the others go on with."""
+    """All observers of one engine, called one after the other.
+
+    One that raises is not called again: observing must not be able to break training, least of all on one rank alone,
+    in the middle of a synchronization that the others go on with.
+    """
 
     def __init__(self, *observers: Any) -> None:
         self._observers = observers
@@ -88,7 +91,7 @@ class Observers:
         return self._observers
 
     def without(self, observer: object) -> "Observers | None":
-        """All other observers, if there are any."""
+        """The observers other than this one, if there are any."""
         others = [each for each in self._observers if each is not observer]
         return Observers(*others) if others else None
 

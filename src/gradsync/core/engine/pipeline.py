@@ -26,8 +26,8 @@ from gradsync.core.bucket.control_flags import (
     HostCopy,
     Requests,
     failed_ranks,
-    raise_for,
-    raise_for_unknown,
+    raise_if_failed,
+    raise_if_unknown,
     reads_at_once,
     set_control_flags,
     step_gate,
@@ -84,7 +84,7 @@ class Pipeline:
         # The part of a synchronization on this rank that must run as a whole. See [Note: an interrupt].
         self.section = CollectiveSection()
         self.reduce_with(reduction)
-        self.lay([])
+        self.set_buckets([])
 
     def __repr__(self) -> str:
         states = [self.state_of(bucket) for bucket in self.buckets]
@@ -92,14 +92,14 @@ class Pipeline:
         return f"Pipeline({counts or 'no'} buckets; {self.reduction!r} over {self.communicator!r})"
 
     def reduce_with(self, reduction: Reduction) -> None:
-        """Replace the reduction, between two windows; :meth:`lay` must follow."""
+        """Replace the reduction, between two windows; :meth:`set_buckets` must follow."""
         self.await_end()
         self.reduction = reduction
         # Some communicators write into a bucket so that its version changes (Gloo does on GPUs), and torch's hooks may.
         # Versions then reveal nothing about late gradients, and gradients must be counted.
         self.changes_versions = not (reduction.carries_tail or reduction.scatters)
 
-    def lay(self, buckets: Sequence[Bucket], observer: Observers | None = None) -> None:
+    def set_buckets(self, buckets: Sequence[Bucket], observer: Observers | None = None) -> None:
         """Switch to different buckets."""
         self.buckets = list(buckets)
         self.observer = observer
@@ -108,10 +108,10 @@ class Pipeline:
         self.reset()
 
     def reset(self) -> None:
-        """Reset: nothing is in flight, and nothing was gathered."""
+        """Return to the state in which nothing is in flight, and nothing was gathered."""
         if self._unread_control is None:
             # Whatever prevented the last window from ending.
-            self._end_reduction(well=False)
+            self._end_reduction(succeeded=False)
         self.section.reset()
         self._overlapping = self._batched = False
         self._failed_rank: int | None = None
@@ -128,7 +128,7 @@ class Pipeline:
         self._missing = [len(bucket.chunks) for bucket in self.buckets]
 
     def recount(self) -> None:
-        """Count again: chunks have become full by other ways than :meth:`chunk_full`."""
+        """Count the full chunks again: some have become full by other ways than :meth:`chunk_full`."""
         self._missing = [sum(not chunk.full for chunk in bucket.chunks) for bucket in self.buckets]
 
     def state_of(self, bucket: Bucket) -> BucketState:
@@ -172,14 +172,17 @@ class Pipeline:
             ]
 
     def begin(self, *, overlapping: bool, batched: bool) -> None:
-        """A synchronization begins. ``overlapping``: buckets may start before backward has ended. ``batched``: only the
-        version of a bucket can reveal a gradient that comes too late, because gradients are not counted."""
+        """Begin a synchronization. ``overlapping``: buckets may start before backward has ended.
+
+        ``batched``: only the version of a bucket can reveal a gradient that comes too late, as gradients are not
+        counted.
+        """
         self._overlapping, self._batched = overlapping, batched
         while overlapping and self._next < self._last and not self._missing[self._next]:
             self._start(self.buckets[self._next])
 
     def chunk_overdue(self, bucket: Bucket, chunk: Chunk) -> None:
-        """The gradient that comes last in the learned order is ready, but not all are: check the chunk again later."""
+        """Note that a chunk's last gradient in the learned order is ready, but not all are: check it again later."""
         self._overdue.append((bucket, chunk))
         self._look_again()
 
@@ -190,7 +193,7 @@ class Pipeline:
                 self.chunk_full(*candidate)
 
     def chunk_full(self, bucket: Bucket, chunk: Chunk) -> None:
-        """All gradients of the chunk are ready: gather them, and start the buckets that are now full and due.
+        """Gather a chunk whose gradients are all ready, and start the buckets that are now full and due.
 
         Not the last bucket, which holds the control flags.
         """
@@ -225,7 +228,7 @@ class Pipeline:
         with self.section:
             self._next = number + 1
             if self._check is not None:
-                self._check.look(bucket)
+                self._check.check_bucket(bucket)
             if bucket.absent:
                 bucket.compact()
             if bucket.plan.control:
@@ -243,7 +246,7 @@ class Pipeline:
             self.observer.bucket_started(bucket, handle)
 
     def _refuse_late(self, bucket: Bucket) -> None:
-        """Autograd has written since gradients were scaled: through the views, which share the bucket's version."""
+        """Raise if autograd has written since gradients were scaled: the views share the bucket's version."""
         raise LateGradientError(
             f"a parameter of {bucket.describe()} received a further gradient when its gradient was already on its way "
             f"to the other ranks. {LATE_REMEDY}"
@@ -252,7 +255,7 @@ class Pipeline:
     # -- stage 5: after backward ---------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Backward has ended: start all remaining buckets, full or not. Slots without a gradient contribute zeros.
+        """Start all remaining buckets, full or not: backward has ended. Slots without a gradient contribute zeros.
 
         Late gradients are looked for before the control flags are sent: [Note: a failed backward] in :mod:`.backward`.
         """
@@ -326,9 +329,12 @@ class Pipeline:
             self._tails_handle = self.communicator.all_reduce(self._sent_tails)
 
     def _receive_tails(self) -> None:
-        """Wait for the tails. Those not sent yet are sent when the reduction has nothing more to send: a communication
-        hook may start collectives from the callbacks of its futures, and one of the engine's in between would be paired
-        with a different one on other ranks."""
+        """Wait for the tails.
+
+        Those not sent yet are sent when the reduction has nothing more to send: a communication hook may start
+        collectives from the callbacks of its futures, and one of the engine's in between would be paired with a
+        different one on other ranks.
+        """
         if self._tails_handle is None:
             for bucket, handle in self._pending:
                 self._wait(bucket, handle)
@@ -352,8 +358,11 @@ class Pipeline:
             bucket.payload.mul_(correction)
 
     def require_alive(self) -> None:
-        """Raise the failure of the communicator, if there is one: on an accelerator its kernels were aborted, and have
-        left behind something that is not a mean, before the host may have noticed."""
+        """Raise the failure of the communicator, if there is one.
+
+        On an accelerator its kernels were aborted, and have left behind something that is not a mean, before the host
+        may have noticed.
+        """
         failure = self.communicator.failure
         if failure is not None:
             raise copy_failure(failure)
@@ -373,66 +382,81 @@ class Pipeline:
             self._unread_control, self._gate = HostCopy(control), None
 
     def _evaluate(self, votes: Sequence[float], since: str = "", *, late: bool = True) -> tuple[list[int], Requests]:
-        """The failed ranks and the requests of all. Raises if a rank's backward has failed, unless that is tolerated;
-        or, where the host reads them ``late``, if something was requested that not all ranks know of."""
+        """Read the control flags: the failed ranks and the requests of all.
+
+        Raises if a rank's backward has failed, unless that is tolerated; or, where the host reads them ``late``, if
+        something was requested that not all ranks know of.
+        """
         failed, requests = failed_ranks(votes), Requests.read(votes)
         try:
             if not self.skip_vote.tolerates:
-                raise_for(failed, since)
+                raise_if_failed(failed, since)
             if late:
-                raise_for_unknown(requests, since)
+                raise_if_unknown(requests, since)
         except PeerFailedError:
-            self._end_reduction(well=False)
+            self._end_reduction(succeeded=False)
             raise
         return failed, requests
 
-    def conclude(self, *, well: bool = True) -> None:
-        """Nothing can happen to the means any more. On an accelerator it is not known yet whether they are valid."""
+    def conclude(self, *, succeeded: bool = True) -> None:
+        """Note that nothing can happen to the means any more.
+
+        On an accelerator it is not known yet whether they are valid.
+        """
         if self._unread_control is None:
-            self._end_reduction(well=well)
+            self._end_reduction(succeeded=succeeded)
 
     def await_end(self) -> None:
-        """Tell the reduction how the last window ended: its state is requested, or it is about to be replaced. On an
-        accelerator the host waits for that. What was read is still raised where it has to be."""
+        """Tell the reduction how the last window ended: its state is requested, or it is about to be replaced.
+
+        On an accelerator the host waits for that. What was read is still raised where it has to be.
+        """
         if self._unread_control is not None and self._end_is_pending:
             votes = self._unread_control.wait()
             try:
                 self.require_alive()
                 self._evaluate(votes)
             except PeerFailedError:
-                self._end_reduction(well=False)
-            self._end_reduction(well=True)
+                self._end_reduction(succeeded=False)
+            self._end_reduction(succeeded=True)
 
-    def _end_reduction(self, *, well: bool) -> None:
+    def _end_reduction(self, *, succeeded: bool) -> None:
         if self._end_is_pending:
             self._end_is_pending = False
-            self.reduction.ended(well=well, correction=self._correction)
+            self.reduction.window_ended(succeeded=succeeded, correction=self._correction)
 
     def await_requests(self) -> None:
-        """On an accelerator, where a rank knows only what it requested itself: wait for what others did. If some of
-        them do not wait, nothing can be done that requires all ranks."""
+        """Wait for what other ranks requested, on an accelerator, where a rank knows only its own requests.
+
+        If some of them do not wait, nothing can be done that requires all ranks.
+        """
         if self._unread_control is not None:
             control, self._unread_control = self._unread_control.wait(), None
             self.require_alive()
             self.failed, self.requests = self._evaluate(control)
 
     def late_failure(self) -> PeerFailedError | None:
-        """The failure in the last control flags, if they were not read yet. All ranks call this before the next ones
-        are sent: a rank that raised at a time of its own would be a window behind the others."""
+        """The failure in the last window's control flags, if they were not read yet.
+
+        All ranks call this before the next ones are sent: a rank that raised at a time of its own would be a window
+        behind the others.
+        """
         if self._unread_control is not None:
             control, self._unread_control = self._unread_control.wait(), None
             self.require_alive()
             since = STEPPED if self._gate is None else NOT_STEPPED
             try:
                 _, requests = self._evaluate(control, since)
-                self._end_reduction(well=not requests.late)
+                self._end_reduction(succeeded=not requests.late)
             except PeerFailedError as error:
                 return error
         return None
 
     def gate_step(self, *, gated: bool) -> torch.Tensor | None:
-        """An optimizer is about to step, and the control flags may not have been read. If the step can be ``gated``,
-        returns a tensor on the device that is 1.0 if it must change nothing. Else the host waits, and raises if needed.
+        """Keep an optimizer from a step on what is not the mean, where the control flags may not have been read.
+
+        If the step can be ``gated``, returns a tensor on the device that is 1.0 if it must change nothing. Else the
+        host waits, and raises if needed.
         """
         control = self._control
         if self._unread_control is None or self.communicator.world_size == 1:
@@ -444,5 +468,5 @@ class Pipeline:
                 self._gate = step_gate(control, getattr(self.communicator, "failure_flags", []))
             return self._gate
         self.await_requests()
-        self._end_reduction(well=not self.requests.late)
+        self._end_reduction(succeeded=not self.requests.late)
         return None

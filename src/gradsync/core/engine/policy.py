@@ -25,13 +25,13 @@ class ParameterKeeper(Protocol):
     """Swaps parameter values for the duration of a forward and backward, and restores them."""
 
     def resume(self) -> None:
-        """A backward begins; an earlier one may have ended since its forward."""
+        """Bring back the values for a backward that begins; an earlier one may have ended since its forward."""
 
     def release(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """These parameters take no further part in the backward; their gradients are about to be gathered."""
+        """Let go of parameters that take no further part in the backward; their gradients are about to be gathered."""
 
     def release_all(self) -> None:
-        """The backward has ended."""
+        """Let go of all parameters: the backward has ended."""
 
     def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The parameter's value outside of forwards and backwards, which the optimizer updates."""
@@ -172,8 +172,11 @@ class SyncPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class SynchronizerOptions:
-    """``caps`` are the initial bucket sizes, which ``tuner`` may change in the first windows. ``droppable`` means that
-    modules announce parameters as absent. ``recorder`` observes in addition to the policy's observer."""
+    """The options of one synchronizer: its policy, and what its wrapper adds.
+
+    ``caps`` are the initial bucket sizes, which ``tuner`` may change in the first windows. ``droppable`` means that
+    modules announce parameters as absent. ``recorder`` observes in addition to the policy's observer.
+    """
 
     communicator: Communicator
     caps: BucketCaps

@@ -63,12 +63,12 @@ class ReadyHooks:
             if place is None:
                 if not parameter.requires_grad:
                     continue
-                hook = self._unbucketed(index)
+                hook = self._outside_hook(index)
             elif per_parameter:
                 hook = self._per_parameter(index, *place)
-            elif place[2] == len(place[1].parameters) - 1:
-                hook = self._batched(index, place[0], place[1])
-            elif place[0].index == 0 and place[1].first + place[2] == 0:
+            elif place.slot == len(place.chunk.parameters) - 1:
+                hook = self._batched(index, place.bucket, place.chunk)
+            elif place.bucket.index == 0 and place.chunk.first + place.slot == 0:
                 hook = self._first_of_all(index)
             else:
                 continue
@@ -146,7 +146,7 @@ class ReadyHooks:
 
         return on_first_gradient_ready
 
-    def _unbucketed(self, index: int) -> Hook:
+    def _outside_hook(self, index: int) -> Hook:
         listener, idle, arrived = self._listener, self._idle, self.arrivals.append
 
         def on_sparse_gradient_ready(_: torch.Tensor) -> None:

@@ -70,7 +70,7 @@ class Phases:
         self.idle[:] = [] if self.busy else [True]
 
     def leave(self, phase: Phase) -> None:
-        """A backward or synchronization is over. A hook may have detached the engine in the middle of it."""
+        """Leave the phase: a backward or synchronization is over. A hook in it may have detached the engine."""
         if self.now is not Phase.DETACHED:
             self.enter(phase)
 

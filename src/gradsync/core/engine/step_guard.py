@@ -44,12 +44,14 @@ def reads_found_inf(optimizer: Any) -> bool:
         return bool(said)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    return all(group.get("fused") and not _makes_momenta(optimizer, group) for group in optimizer.param_groups)
+    return all(group.get("fused") and not _allocates_momentum(optimizer, group) for group in optimizer.param_groups)
 
 
-def _makes_momenta(optimizer: Any, group: dict[str, Any]) -> bool:
-    """Whether this is the first step of SGD with momentum. It allocates uninitialized memory for the momenta, which a
-    skipped step would not initialize."""
+def _allocates_momentum(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Whether the next step allocates momenta, as the first one of SGD with momentum does.
+
+    Their memory is uninitialized, and a skipped step would leave it so.
+    """
     if not group.get("momentum"):
         return False
     return not any("momentum_buffer" in optimizer.state.get(parameter, ()) for parameter in group["params"])
@@ -70,7 +72,7 @@ class FoundInf:
         optimizer.found_inf = found
 
     def take_back(self, optimizer: Any) -> None:
-        """The step is over. Does nothing if the attribute was changed since."""
+        """Restore the attribute after the step, unless it was changed since."""
         if getattr(optimizer, "found_inf", None) is not self._own:
             return
         if self._before is None:
@@ -80,8 +82,10 @@ class FoundInf:
 
 
 def forget_scaler(optimizer: Any) -> None:
-    """Remove what a ``GradScaler`` has put into the optimizer for a step that raises before it has begun. The scaler
-    would not do it, and its scale would count twice in the next step."""
+    """Remove what a ``GradScaler`` has put into the optimizer for a step that raises before it has begun.
+
+    The scaler would not do it, and its scale would count twice in the next step.
+    """
     if hasattr(optimizer, "found_inf") and hasattr(optimizer, "grad_scale"):
         del optimizer.found_inf, optimizer.grad_scale
 
@@ -115,7 +119,7 @@ _gated: "weakref.WeakKeyDictionary[Optimizer, FoundInf]" = weakref.WeakKeyDictio
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     # The first of ``args`` is the optimizer.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    _open_gate(optimizer)
+    _restore_found_inf(optimizer)
     gated, gates, listeners = reads_found_inf(optimizer), [], list(_listeners_of(optimizer))
     try:
         for listener in listeners:
@@ -146,13 +150,13 @@ def _checked(closure: Callable[[], Any], listeners: Sequence[Any]) -> Callable[[
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    _open_gate(optimizer)
+    _restore_found_inf(optimizer)
     for listener in _listeners_of(optimizer):
         listener.after_step(optimizer)
 
 
-def _open_gate(optimizer: Optimizer) -> None:
-    """After a step, or before the next one if it has raised."""
+def _restore_found_inf(optimizer: Optimizer) -> None:
+    """Give the optimizer back its own ``found_inf``: after a step, or before the next one if the step has raised."""
     found = _gated.pop(optimizer, None) if _gated else None
     if found is not None:
         found.take_back(optimizer)

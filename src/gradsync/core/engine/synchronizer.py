@@ -172,7 +172,7 @@ class Synchronizer:
         self.engine.switches.enabled = value
 
     def rescaled(self, factor: float | torch.Tensor) -> None:
-        """Between two windows: the loss scale has changed, and gradients are ``factor`` times as large."""
+        """Note, between two windows, that the loss scale has changed: gradients are ``factor`` times as large."""
         if type(self.reduction).rescaled is not Reduction.rescaled:
             # What the reduction keeps of the last window belongs to the old scale.
             self.engine.pipeline.await_end()
@@ -208,7 +208,7 @@ class Synchronizer:
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def before_forward(self, module: nn.Module, compiler: Any = None) -> None:
-        """A forward of ``module`` is about to run, with gradients on or off; compiled if ``compiler`` is given."""
+        """Prepare for a forward of ``module``, with gradients on or off; compiled if ``compiler`` is given."""
         if self._refusal is not None:
             raise MisuseError(self._refusal)
         self.pending_work.finish()
@@ -220,7 +220,7 @@ class Synchronizer:
             client.leave()
 
     def begin_forward(self) -> None:
-        """A forward with gradients on is about to run."""
+        """Prepare for a forward with gradients on, which is about to run."""
         engine = self.engine
         if self.specs[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise MisuseError(CAPTURED)
@@ -235,7 +235,7 @@ class Synchronizer:
         engine.store.expect_backward()
 
     def end_forward(self, output: Any) -> None:
-        """The forward has run: watch its output for the backward."""
+        """Watch the output of a forward that has run, for the backward."""
         engine, synchronizes = self.engine, self.enabled
         self.window.end_forward(engine.arrangement.has_gradients, synchronizes=synchronizes)
         watch_outputs(output, engine, synchronizes, self.window.abstentions)
@@ -243,7 +243,7 @@ class Synchronizer:
             engine.observer.forward_ended()
 
     def raised(self, error: BaseException, place: str) -> None:
-        """This rank has raised outside of a backward, where the others do not notice."""
+        """Tell the others that this rank has raised outside of a backward, where they do not notice."""
         tell_error(self.communicator, error, place)
 
     @property
@@ -252,7 +252,10 @@ class Synchronizer:
         return self.enabled and not self.window.has_abstained
 
     def announce_absent(self, parameters: Iterable[torch.Tensor]) -> None:
-        """During a forward: no rank will compute gradients of these parameters from it. All ranks must say the same."""
+        """Announce, during a forward, that no rank will compute gradients of these parameters from it.
+
+        All ranks must say the same.
+        """
         self.window.announce_absent(self._index[id(p)] for p in parameters if id(p) in self._index)
 
     # -- blocks of accumulate() --------------------------------------------------------------------------------------
@@ -318,7 +321,7 @@ class Synchronizer:
         self.window.announce_all_absent(len(self.parameters))
         self.synchronize()
         # The means stay for now: a sharded optimizer may step on them here, too.
-        self.window.close()
+        self.window.optimizer_stepped()
 
     def clear(self) -> None:
         """Drop all gradients, and the window's record of them."""
@@ -334,7 +337,7 @@ class Synchronizer:
         return index is not None and index not in self.engine.arrangement.taken
 
     def before_step(self, *, by_closure: bool = False, gated: bool = False) -> torch.Tensor | None:
-        """An optimizer is about to use the gradients: ensure that they are means. See [Note: a step by closure].
+        """Ensure that gradients are means, as an optimizer is about to use them. See [Note: a step by closure].
 
         Returns what :meth:`.Pipeline.gate_step` does.
         """
@@ -364,17 +367,17 @@ class Synchronizer:
             self.clear()
         self.window.end_abstention()
         if not (unfinished and by_closure and self.window.state is WindowState.UNSYNCHRONIZED):
-            self.window.close()
+            self.window.optimizer_stepped()
         if engine.observer is not None:
             engine.observer.step_began()
         return gate
 
     def after_closure(self) -> None:
-        """The closure of a step has run: ensure that its gradients are means. See [Note: a step by closure]."""
+        """Ensure that the gradients that a step's closure has computed are means. See [Note: a step by closure]."""
         if not self.window.has_means and not self.engine.switches.steps_locally:
             self._before_unsynchronized_step()
             # Before the closure there was nothing to close; the step that goes on now uses these means.
-            self.window.close()
+            self.window.optimizer_stepped()
 
     def _gate_step(self, *, gated: bool) -> torch.Tensor | None:
         pipeline = self.engine.pipeline
@@ -389,14 +392,16 @@ class Synchronizer:
         return gate
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer has used the gradients."""
+        """Notify observers that an optimizer has used the gradients."""
         if self.engine.observer is not None:
             self.engine.observer.step_ended(optimizer)
 
     def _before_unsynchronized_step(self) -> None:
         self.window.refuse_step(self.parameters)
-        is_open = self.window.state is WindowState.OPEN or self.engine.skip_vote.is_noted
-        if self.enabled and (is_open or has_unattached_gradients(self.buckets) or self.engine.arrangement.unbucketed()):
+        is_open = self.window.state is WindowState.OPEN or self.engine.skip_vote.votes_to_skip
+        if self.enabled and (
+            is_open or has_unattached_gradients(self.buckets) or self.engine.arrangement.newly_trained_gradients()
+        ):
             # [Note: a rank without gradients], or a backward that no hook reported.
             if not is_open:
                 self.engine.exchange.counts_always = True
@@ -431,7 +436,7 @@ class Synchronizer:
                 del _owners[parameter]
 
     def hand_over(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Another synchronizer takes these parameters: a gradient is averaged once, by the last wrapper."""
+        """Give these parameters to another synchronizer: a gradient is averaged once, by the last wrapper."""
         arrangement = self.engine.arrangement
         arrangement.take_out(self._index[id(p)] for p in parameters if id(p) in self._index)
         if len(arrangement.taken) == len(self.parameters):

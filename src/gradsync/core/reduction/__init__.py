@@ -36,7 +36,7 @@ __all__ = [
 # The candidates of ``auto``.
 MILDEST_FIRST = ("bf16", "int8", "int4", "low-rank:4")
 
-# These lose so much that training would fail without error feedback, so they come with it.
+# By their names alone. Those that lose so much that training would fail without error feedback come with it.
 _PLAIN: dict[str, Callable[[], Reduction]] = {
     "mean": Mean,
     "bf16": lambda: Cast(torch.bfloat16),

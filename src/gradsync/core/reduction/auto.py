@@ -41,12 +41,12 @@ WORTH_KEEPING = 0.01
 
 
 class ByTrial(Reduction):
-    """Delegates to ``current``: the ``usual`` reduction, or an alternative while that is tried, and for good if steps
-    become faster.
+    """A reduction that delegates to ``current``: the ``usual`` one, or an alternative while it is tried.
 
-    ``chosen`` names what was chosen once that is decided, and ``report`` says why. Trials are interleaved because
-    machine speed drifts. They begin and end before the first bucket of a window whose number all ranks know, and are
-    decided by numbers that ranks have agreed on, so all reach the same conclusion.
+    The alternative stays for good if steps become faster. ``chosen`` names what was chosen once that is decided, and
+    ``report`` says why. Trials are interleaved because machine speed drifts. They begin and end before the first bucket
+    of a window whose number all ranks know, and are decided by numbers that ranks have agreed on, so all reach the same
+    conclusion.
     """
 
     def __init__(self, setting: str, usual: Reduction, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -80,8 +80,8 @@ class ByTrial(Reduction):
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         return self.current.start(bucket, communicator, divisor)
 
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
-        self.current.ended(well=well, correction=correction)
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
+        self.current.window_ended(succeeded=succeeded, correction=correction)
 
     def rescaled(self, factor: float | torch.Tensor) -> None:
         self.current.rescaled(factor)
@@ -151,7 +151,7 @@ class ReductionPrediction:
 
 
 def predict(name: str, compute: float, wait: float, speed: Speed, exact: Speed) -> ReductionPrediction:
-    """A step that computes for ``compute`` seconds and waits for ``wait`` with the ``exact`` mean, at another speed.
+    """Predict a step at another speed, if it computes ``compute`` and waits ``wait`` seconds with the ``exact`` mean.
 
     Whatever is saved shortens the wait. Communication that is still hidden behind compute takes processor time away
     from it, for the part of its time in which processors are busy with compression.
@@ -163,7 +163,7 @@ def predict(name: str, compute: float, wait: float, speed: Speed, exact: Speed) 
 
 
 class Auto(ByTrial):
-    """Exact in the first windows, then one of ``candidates``, mildest first, if and only if steps become faster.
+    """Reduces exactly in the first windows, then by one of ``candidates``, mildest first, if steps become faster.
 
     ``clock`` returns the time in seconds.
     """
@@ -195,9 +195,9 @@ class Auto(ByTrial):
             self._watch.backward_ended()
         return super().start(bucket, communicator, divisor)
 
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
         self._watch.window_ended()
-        super().ended(well=well, correction=correction)
+        super().window_ended(succeeded=succeeded, correction=correction)
 
     def reconsider(self, window: int, buckets: Sequence[Bucket], communicator: Communicator) -> bool:
         if self._loaded is not None:

@@ -60,27 +60,35 @@ class Reduction(Protocol):
         return False
 
     def unit(self, ranks: int) -> int:
-        """How many numbers belong together: buckets are padded to a multiple of it, which saves copies."""
+        """The number of elements that belong together: payloads are padded to a multiple of it, which saves copies."""
         return 1
 
     def examine(self, specs: Sequence[ParameterSpec]) -> None:
-        """Raise ConfigurationError if it cannot handle these parameters. Called once, when it is set."""
+        """Raise ConfigurationError for parameters that the reduction cannot handle. Called once, when it is set."""
         return
 
     def reconsider(self, window: int, buckets: Sequence[Bucket], communicator: Communicator) -> bool:
-        """Called while ranks negotiate before the first bucket of ``window``: True if buckets must be rebuilt, and all
-        properties of the reduction be read again. On all ranks alike; collectives are allowed here."""
+        """Switch to a different reduction, if this one can: True if it has.
+
+        Then buckets are rebuilt, and all properties of the reduction read again. Called on all ranks alike while they
+        negotiate before the first bucket of ``window``; collectives are allowed here.
+        """
         return False
 
     def prescale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:
-        """The factor that gradients are multiplied by while they are gathered, before :meth:`start`."""
+        """The factor by which gradients are multiplied while they are gathered, before :meth:`start`."""
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
-        """Start reducing the bucket. After ``wait()`` it holds the sum over ranks divided by ``divisor``."""
+        """Start reducing the bucket, and return a handle at once. After its ``wait()`` the bucket holds the mean.
 
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
-        """All buckets of a window have ended. Unless it ended ``well`` on all ranks, the means are worthless, and state
-        must be what it was before the window.
+        What was gathered is already multiplied by :meth:`prescale`: with ``1 / divisor`` only the sum over ranks
+        remains to be computed; with 1 it must be divided by ``divisor``, too.
+        """
+
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
+        """Commit or drop what was prepared, now that all buckets of a window have ended.
+
+        Unless it ``succeeded`` on all ranks, the means are worthless, and state must be what it was before the window.
 
         ``correction`` is what the means were multiplied by after they had come: weights of a window are known late. On
         an accelerator the end is known late, too, but always before a bucket of the next window starts.
@@ -88,14 +96,14 @@ class Reduction(Protocol):
         return
 
     def rescaled(self, factor: float | torch.Tensor) -> None:
-        """Later gradients are ``factor`` times as large as they would have been: the loss scale has changed.
+        """Adapt to a change of the loss scale: later gradients are ``factor`` times as large as they would have been.
 
         Called between two windows; multiply what is kept of earlier gradients by it.
         """
         return
 
     def rebuilt(self, layout: BucketLayout) -> None:
-        """Buckets were built or rebuilt; indices and shapes are those of ``layout`` from now on."""
+        """Adapt to buckets that were built or rebuilt; indices and shapes are those of ``layout`` from now on."""
         return
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,7 +116,7 @@ class Reduction(Protocol):
 
 
 class Compressing(Reduction):
-    """Divides gradients before they are sent, so that what is lost is a part of the mean.
+    """Base class of lossy reductions: they divide before sending, so that what is lost is a part of the mean.
 
     Derived classes implement :meth:`send`. It would not preserve flags and votes, so these are sent separately.
     """
@@ -138,10 +146,10 @@ class Compressing(Reduction):
     def send(
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> Handle:
-        """Sum ``values``, which has the length of the bucket's payload, over the ranks, in place, with the same bits on
-        all of them.
+        """Sum ``values`` over the ranks, in place, with the same bits on all of them.
 
-        ``lost`` gets the part of this rank's values that is not in the result, before the handle is done.
+        ``values`` has the length of the bucket's payload. ``lost`` gets the part of this rank's values that is not in
+        the result, before the handle is done.
         """
 
 

@@ -27,7 +27,7 @@ class Coding(Protocol):
 
     @property
     def multiple(self) -> int:
-        """The length of a row must be a multiple of this."""
+        """The number that the length of a row must be a multiple of."""
 
     def nbytes(self, numel: int) -> int:
         """The length in bytes of a row of ``numel`` numbers."""
@@ -36,11 +36,11 @@ class Coding(Protocol):
         """Encode the rows of ``values``, float32, into those of ``coded``, uint8."""
 
     def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
-        """Decode the rows; or add the result, times ``add``, to what is there."""
+        """Decode the rows of ``coded`` into ``values``; or add the result, times ``add``, to what is there."""
 
 
 class Rounded:
-    """A different floating-point type. float16 gets scales that are powers of two: they only shift exponents."""
+    """A coding as a different floating-point type. float16 gets scales that are powers of two: they shift exponents."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -83,7 +83,7 @@ class Rounded:
 
 
 class Blocks:
-    """Integers of 8 or 4 bits, times the scale of their block.
+    """A coding as integers of 8 or 4 bits, times the scale of their block.
 
     Rounding is to nearest; with ``noise`` it is up or down at random, so that the expected value is the number.
     """
@@ -142,22 +142,24 @@ class Blocks:
 
 
 class Noise:
-    """An independent source of random numbers, the same for the same ``key``: compression does not change anyone's
-    dropout, and a run that resumes elsewhere continues alike."""
+    """An independent source of random numbers, the same for the same ``key``.
+
+    Compression does not change anyone's dropout, and a run that resumes elsewhere continues alike.
+    """
 
     def __init__(self, *key: int) -> None:
         self._seed = zlib.crc32(repr(key).encode())
         self._generator: torch.Generator | None = None
 
     def like(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Random numbers from 0 to 1, of the same shape and on the same device."""
+        """Random numbers from 0 to 1, of the same shape as ``numbers`` and on the same device."""
         if self._generator is None:
             self._generator = torch.Generator(numbers.device).manual_seed(self._seed)
         return torch.rand(numbers.shape, generator=self._generator, device=numbers.device)
 
 
 class Signs:
-    """One bit per number: whether it is negative. All of a block decode to their average magnitude."""
+    """A coding of one bit per number: whether it is negative. All of a block decode to their average magnitude."""
 
     def __init__(self, block: int) -> None:
         self.multiple = block
@@ -187,9 +189,11 @@ class Signs:
 def _pieces(
     values: torch.Tensor, coded: torch.Tensor, multiple: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Values, their scales, and the packed bytes, piece by piece: on a CPU few enough at a time to stay in its cache
-    with all that is computed from them. Memory for more would be new every time, which costs more than the computation
-    itself."""
+    """Iterate over values, their scales and the packed bytes, piece by piece.
+
+    On a CPU pieces are small enough to stay in its cache with all that is computed from them. Memory for more would be
+    new every time, which costs more than the computation itself.
+    """
     if not values.numel():
         return
     scales, packed = _split(coded, values.shape[-1] // multiple)
@@ -223,10 +227,10 @@ def _decode_pieces(
 
 
 def _largest(blocks: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each; NaN where there is one. Several times as fast on a CPU as the equivalent norm."""
+    """The largest magnitude of each block; NaN where there is one. Several times as fast on a CPU as the equal norm."""
     return torch.maximum(blocks.amax(-1).abs_(), blocks.amin(-1).abs_())
 
 
 def _split(coded: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of each row, and the bytes after them."""
+    """Split coded rows into the scales of each row, and the bytes after them."""
     return coded[..., : blocks * SCALE_BYTES].view(torch.float32), coded[..., blocks * SCALE_BYTES :]

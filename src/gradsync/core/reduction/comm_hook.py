@@ -63,7 +63,7 @@ class GradBucket:
 
 
 class _FutureHandle:
-    """Waits for the hook's future and copies its tensor to where the gradients belong."""
+    """A handle that waits for the hook's future and copies its tensor to where the gradients belong."""
 
     def __init__(self, future: "torch._C.Future[Any]", bucket: Bucket, hook_name: str) -> None:
         self._future, self._bucket, self._hook_name = future, bucket, hook_name
@@ -132,7 +132,7 @@ class CommHook(Reduction):
         return self._started or _has_memory(self._state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the hook's state, if it has one: torch's own states can only be pickled, and are left out."""
+        """What the hook's state saves of itself, if it can: torch's own can only be pickled, and are left out."""
         saved: dict[str, Any] = self._state.state_dict() if hasattr(self._state, "state_dict") else {}
         return saved
 
@@ -161,5 +161,5 @@ class CommHook(Reduction):
 
 
 def _has_memory(state: Any) -> bool:
-    """Whether it already holds data per bucket, as one does that was saved and loaded."""
+    """Whether a hook's state already holds data per bucket, as one does that was saved and loaded."""
     return any(isinstance(value, dict) and value for value in getattr(state, "__dict__", {}).values())

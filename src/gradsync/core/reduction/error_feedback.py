@@ -18,8 +18,11 @@ __all__ = ["ErrorFeedback"]
 
 @dataclass(kw_only=True)
 class _Sent:
-    """A bucket of the running window: what this rank has lost, the slots for which it has no gradient, and whether the
-    mean is finite, once it is there."""
+    """A bucket of the running window that was sent.
+
+    It has what this rank has lost, the slots for which it has no gradient, and whether the mean is finite, once it is
+    there.
+    """
 
     bucket: Bucket
     lost: torch.Tensor
@@ -29,7 +32,7 @@ class _Sent:
     def held_back(
         self, before: Mapping[str, torch.Tensor], correction: float | torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """By name, the residuals to add next time.
+        """The residuals to add next time, by parameter name.
 
         The mean was multiplied by ``correction``, and so was its part of the residuals, which should not have been.
         """
@@ -126,14 +129,14 @@ class ErrorFeedback(Reduction):
             torch._foreach_add_([view for view, _ in held], [residual for _, residual in held])
 
     @torch.no_grad()
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
         sent, self._sent = self._sent, []
-        keeps = well and all(each.finite is not None and bool(each.finite) for each in sent)
+        keeps = succeeded and all(each.finite is not None and bool(each.finite) for each in sent)
         for each in sent:
             if keeps:
                 self._residuals |= each.held_back(self._residuals, correction)
             self._memory.give(each.bucket, each.lost, kept=keeps)
-        self.inner.ended(well=well, correction=correction)
+        self.inner.window_ended(succeeded=succeeded, correction=correction)
 
     @torch.no_grad()
     def rescaled(self, factor: float | torch.Tensor) -> None:
@@ -163,8 +166,11 @@ class ErrorFeedback(Reduction):
 
 
 class _Memory:
-    """Recycles memory: that of a bucket's old residuals is freed when the new ones have come, and is then used for the
-    next bucket. On a CPU, getting new memory takes longer than most of what is computed in it."""
+    """Recycles the memory of residuals.
+
+    That of a bucket's old ones is freed when the new ones have come, and is then used for the next bucket. On a CPU,
+    getting new memory takes longer than most of what is computed in it.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, torch.Tensor] = {}
@@ -176,11 +182,11 @@ class _Memory:
         return torch.zeros_like(like) if spare is None or spare.shape != like.shape else spare
 
     def held(self, bucket: Bucket) -> torch.Tensor | None:
-        """The residuals of this bucket, if they all lie in one piece of memory, as the bucket does."""
+        """The old residuals of this bucket, if they all lie in one piece of memory, as the bucket does."""
         return self._held.get(bucket.index)
 
     def give(self, bucket: Bucket, memory: torch.Tensor, *, kept: bool) -> None:
-        """The old residuals of this bucket lay in one piece of memory, which is free if this is ``kept``."""
+        """Give back the one piece of memory that held the bucket's old residuals; it is free if this is ``kept``."""
         if not memory.is_cpu:
             return
         free: torch.Tensor | None = memory
@@ -191,8 +197,11 @@ class _Memory:
 
 
 class _Owners:
-    """The models whose gradients are held back. Another model may take over, but two may not alternate: their
-    parameters are told apart by name only, and one would get what was held back from the other."""
+    """The models whose gradients are held back.
+
+    Another model may take over, but two may not alternate: their parameters are told apart by name only, and one would
+    get what was held back from the other.
+    """
 
     def __init__(self) -> None:
         self._now: dict[str, weakref.ref[torch.nn.Parameter]] = {}

@@ -58,7 +58,7 @@ class LowRank(Compressing):
             )
 
     def _is_thin(self, spec: ParameterSpec) -> bool:
-        """Whether the two thin matrices have fewer numbers than the whole one."""
+        """Whether the two thin matrices have fewer numbers than the matrix they stand for."""
         rows, columns = _extents(spec)
         return not spec.dtype.is_complex and self.rank * (rows + columns) < rows * columns
 
@@ -76,16 +76,16 @@ class LowRank(Compressing):
         return product.start()
 
     def _right(self, spec: ParameterSpec, values: torch.Tensor) -> torch.Tensor:
-        """The factor from the last window; in the first one a random start, the same on all ranks."""
+        """The right factor from the last window; in the first one a random start, the same on all ranks."""
         known = self._rights.get(spec.name)
         if known is not None and known.shape == (_extents(spec)[1], self.rank):
             return known.to(values)
         generator = torch.Generator("cpu").manual_seed(zlib.crc32(spec.name.encode()))
         return torch.randn(_extents(spec)[1], self.rank, generator=generator, device="cpu").to(values)
 
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
         following, self._next = self._next, {}
-        if well:
+        if succeeded:
             self._windows += 1
             self._rights |= {name: right for name, right in following.items() if bool(right.isfinite().all())}
 
@@ -98,7 +98,10 @@ class LowRank(Compressing):
 
 
 class _Product:
-    """The matrices of one bucket in flight. ``rights`` are the factors for the next window, once it has ended."""
+    """The products of thin matrices that stand for one bucket in flight.
+
+    ``rights`` are the factors for the next window, once it has ended.
+    """
 
     def __init__(
         self,
@@ -149,7 +152,7 @@ class _Product:
 
 
 def _extents(spec: ParameterSpec) -> tuple[int, int]:
-    """Rows and columns of a gradient as a matrix: further dimensions become columns. A vector has one column."""
+    """The rows and columns of a gradient as a matrix: further dimensions become columns. A vector has one column."""
     if len(spec.shape) < 2 or 0 in spec.shape:
         return 1, 1
     return spec.shape[0], spec.bucket_numel // spec.shape[0]
@@ -157,7 +160,7 @@ def _extents(spec: ParameterSpec) -> tuple[int, int]:
 
 @contextmanager
 def _as_matrix(view: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A matrix to write a gradient's rows and columns; it is a copy, written back, if memory is ordered otherwise."""
+    """A context with the gradient as a matrix to write to; a copy, written back, if memory is ordered otherwise."""
     matrix = view.flatten(1)
     yield matrix
     if matrix.data_ptr() != view.data_ptr():
@@ -165,7 +168,7 @@ def _as_matrix(view: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _lay_out(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """All of them in one flat tensor, and the place of each in it."""
+    """Lay out all tensors in one flat tensor; returns it, and the place of each in it."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     parts = flat.split([tensor.numel() for tensor in tensors])
     return flat, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -61,7 +61,7 @@ class ScatteredMean(Reduction):
 
     @property
     def whole(self) -> Reduction:
-        """The same reduction, but of everything on every rank: what a wrapper without this optimizer uses."""
+        """The same reduction of every gradient on every rank: what a wrapper without a sharded optimizer uses."""
         return Mean() if self.dtype is None else Cast(self.dtype)
 
     def prescale(self, bucket: Bucket, communicator: Communicator, divisor: float) -> float:

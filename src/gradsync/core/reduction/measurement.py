@@ -31,8 +31,10 @@ REPEATS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """For all gradients of the model: ``seconds`` on an otherwise idle link, compression included, and how long
-    processors of this host are ``busy`` with it."""
+    """The speed of a reduction, for all gradients of the model.
+
+    ``seconds``: on an otherwise idle link, compression included; ``busy``: how long processors of this host work on it.
+    """
 
     seconds: float
     busy: float
@@ -61,7 +63,7 @@ def measure_speed(
 
 
 def _twin(bucket: Bucket, communicator: Communicator) -> Bucket:
-    """A bucket like this one, for experiments: the model's buckets hold gradients of the running window."""
+    """A copy of a bucket, for experiments: the model's buckets hold gradients of the running window."""
     slots = tuple(dataclasses.replace(slot, parameter=number) for number, slot in enumerate(bucket.plan.slots))
     return Bucket(dataclasses.replace(bucket.plan, slots=slots), bucket.parameters, bucket.specs, communicator.allocate)
 
@@ -70,7 +72,7 @@ def _twin(bucket: Bucket, communicator: Communicator) -> Bucket:
 def _time(
     reduction: Reduction, bucket: Bucket, communicator: Communicator, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Seconds on the clock, and of processor time of this process; the minimum of a few tries."""
+    """The seconds on the clock, and of processor time of this process; the minimum of a few tries."""
     seconds, busy = [], []
     for _ in range(REPEATS):
         bucket.payload.normal_(std=1e-3)
@@ -82,7 +84,7 @@ def _time(
         _wait_for(bucket.plan.device)
         seconds.append(clock() - began)
         busy.append(time.process_time() - began_busy)
-        reduction.ended(well=True)
+        reduction.window_ended(succeeded=True)
     return min(seconds), min(busy)
 
 
@@ -108,7 +110,7 @@ class StepWatch:
         self.began = now
 
     def backward_ended(self) -> None:
-        """The last bucket starts."""
+        """Note that the last bucket starts, as backward has ended."""
         self.flushed = self.clock()
 
     def window_ended(self) -> None:
@@ -141,7 +143,7 @@ _measured: "weakref.WeakKeyDictionary[Any, LinkCost]" = weakref.WeakKeyDictionar
 
 
 def measure_link(communicator: Communicator, device: torch.device) -> LinkCost:
-    """Fit the cost by timing a few all-reduces. Collective; the slowest rank's times count, so all ranks agree."""
+    """Fit the cost of a link by timing a few all-reduces. Collective; the slowest rank counts, so all ranks agree."""
     key, cost = _key(communicator), known_link(communicator)
     if cost is None:
         _time_all_reduce(communicator, device, LARGE_BYTES)
@@ -164,7 +166,7 @@ def measure_link(communicator: Communicator, device: torch.device) -> LinkCost:
 
 
 def known_link(communicator: Communicator) -> LinkCost | None:
-    """The earlier measurement, if there is one."""
+    """The earlier measurement of the communicator's link, if there is one."""
     return _measured.get(_key(communicator))
 
 
@@ -184,7 +186,7 @@ def _share_of_compute(communicator: Communicator, device: torch.device, busy: fl
 
 
 def _time_all_reduce(communicator: Communicator, device: torch.device, nbytes: int) -> tuple[float, float]:
-    """Seconds on the clock, and seconds of processor time this process spent."""
+    """The seconds of an all-reduce on the clock, and of processor time that this process spent in it."""
     tensor = communicator.allocate(nbytes // 4, torch.float32, device)
     _wait_for(device)
     started, busy = time.perf_counter(), time.process_time()

@@ -34,10 +34,10 @@ from gradsync.core.bucket import Bucket
 from gradsync.core.reduction.base import Compressing, sends_nothing
 from gradsync.core.reduction.codings import Blocks, Coding, Noise, Rounded, Signs
 
-__all__ = ["Cast", "Exchanged", "Quantize", "Sign", "exchange", "gaps_of"]
+__all__ = ["Cast", "CodedReduction", "Quantize", "Sign", "gaps_of", "sum_coded"]
 
 
-class Exchanged(Compressing):
+class CodedReduction(Compressing):
     """Sends gradients in the format of ``coding``."""
 
     def __init__(self, coding: Coding) -> None:
@@ -50,14 +50,14 @@ class Exchanged(Compressing):
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> Handle:
         coding = self._coding_of(bucket, communicator)
-        return exchange(coding, values, communicator, lost, gaps=gaps_of(bucket))
+        return sum_coded(coding, values, communicator, lost, gaps=gaps_of(bucket))
 
     def _coding_of(self, bucket: Bucket, communicator: Communicator) -> Coding:
-        """The coding for this bucket."""
+        """The coding to use for this bucket."""
         return self.coding
 
 
-def exchange(
+def sum_coded(
     coding: Coding,
     values: torch.Tensor,
     communicator: Communicator,
@@ -76,7 +76,7 @@ def exchange(
         lost_here = None if lost is None else lost[begin : begin + part.numel()]
         if between.world_size == 2 and not part.is_cpu:
             return _gather(coding, part, between, lost_here)
-        return _Exchange(coding, part, between, lost_here).start()
+        return _CodedSum(coding, part, between, lost_here).start()
 
     if isinstance(communicator, HierarchicalCommunicator):
         if lost is not None:
@@ -96,7 +96,7 @@ def exchange(
 
 
 def _gather(coding: Coding, values: torch.Tensor, communicator: Communicator, lost: torch.Tensor | None) -> Handle:
-    """All ranks get what every rank has coded."""
+    """Sum ``values`` by an all-gather of what each rank has coded: all ranks decode and add everything."""
     missing = -values.numel() % coding.multiple
     padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
     coded = values.new_empty(coding.nbytes(padded.numel()), dtype=torch.uint8)
@@ -117,8 +117,8 @@ def _gather(coding: Coding, values: torch.Tensor, communicator: Communicator, lo
     return communicator.all_gather(arrived.view(-1), coded).then(add)
 
 
-class _Exchange:
-    """One tensor in flight."""
+class _CodedSum:
+    """The sum of one tensor over the ranks, while it is computed: by an all-to-all, and an all-gather of the sums."""
 
     def __init__(
         self, coding: Coding, values: torch.Tensor, communicator: Communicator, lost: torch.Tensor | None = None
@@ -239,7 +239,7 @@ class Cast(Compressing):
         def put_back() -> None:
             flat.copy_(values)
 
-        return exchange(self._coding, values, communicator, gaps=gaps).then(put_back)
+        return sum_coded(self._coding, values, communicator, gaps=gaps).then(put_back)
 
     def _adds_alike(self, communicator: Communicator) -> bool:
         """Whether numbers can be summed in place equally well: with two, the sum is rounded once either way."""
@@ -248,14 +248,14 @@ class Cast(Compressing):
     def send(
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> Handle:
-        return exchange(self._coding, values, communicator, lost, gaps=gaps_of(bucket))
+        return sum_coded(self._coding, values, communicator, lost, gaps=gaps_of(bucket))
 
 
 BLOCK = 256
 BITS = (8, 4)
 
 
-class Quantize(Exchanged):
+class Quantize(CodedReduction):
     """Integers of ``bits`` bits; ``block`` neighbours share a scale, and their largest is exact.
 
     ``stochastic`` rounds up or down at random, so that the mean over many windows is right. By default the error of a
@@ -280,8 +280,8 @@ class Quantize(Exchanged):
         # If all ranks erred alike, errors would not average out; and buckets come in no reproducible order.
         return Blocks(self.bits, self.block, Noise(self.seed, communicator.rank, self._windows, bucket.index))
 
-    def ended(self, *, well: bool, correction: float | torch.Tensor = 1.0) -> None:
-        self._windows += well
+    def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
+        self._windows += succeeded
 
     def state_dict(self) -> dict[str, Any]:
         return {"windows": self._windows}
@@ -290,7 +290,7 @@ class Quantize(Exchanged):
         self._windows = int(state.get("windows", 0))
 
 
-class Sign(Exchanged):
+class Sign(CodedReduction):
     """One bit per number; ``block`` neighbours all decode to their average magnitude.
 
     By itself it does not converge: wrap it in :class:`~gradsync.core.reduction.error_feedback.ErrorFeedback`.

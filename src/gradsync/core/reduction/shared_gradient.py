@@ -85,7 +85,7 @@ class SharedGradients:
         self._norms: dict[float, dict[int, torch.Tensor]] = {}
 
     def take_in(self, bucket: Bucket) -> None:
-        """From now on the bucket's gradients are the mean of a share only."""
+        """Note that the bucket's gradients are the mean of a share only, from now on."""
         rank, share, payload = self.communicator.rank, bucket.plan.share, bucket.flat[: bucket.plan.payload]
         for slot, view in zip(bucket.plan.slots, bucket.views, strict=True):
             view.__class__ = SharedGradient
@@ -102,7 +102,7 @@ class SharedGradients:
         self._norms = {}
 
     def norm_of(self, gradient: SharedGradient, order: float) -> torch.Tensor:
-        """The norm of the whole gradient. Collective for the first of all: torch asks for one after the other."""
+        """The norm of a gradient over all ranks. Collective for the first of all: torch asks for one after another."""
         if order not in self._norms:
             self._norms[order] = self._all_norms(order)
         return self._norms[order][id(gradient)]
@@ -134,7 +134,7 @@ _BY_ELEMENT = {
 
 
 def unshare_views(bucket: Bucket) -> None:
-    """Make its views ordinary tensors again."""
+    """Make a bucket's views ordinary tensors again."""
     for view in bucket.views:
         view.__class__ = torch.Tensor
         # The group holds them: a reference cycle would keep the bucket's memory alive until garbage collection.
@@ -142,7 +142,7 @@ def unshare_views(bucket: Bucket) -> None:
 
 
 def is_zeroed(view: torch.Tensor) -> bool:
-    """Whether the view was zeroed while it was shared out."""
+    """Whether the view was zeroed while its gradient was shared out."""
     return isinstance(view, SharedGradient) and view.zeroed
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from gradsync.communicator import Communicator
-from gradsync.core.bucket.precise import exchange, wide_dtype
+from gradsync.core.bucket.precise import replace_gradient, wide_dtype
 
 __all__ = ["SparseGradients", "reduce_sparse_gradients"]
 
@@ -71,10 +71,10 @@ def reduce_sparse_gradients(
         # Not this rank's own gradient: there may be none, and all ranks must send the same.
         dtype = wide_dtype(parameter.dtype, accumulation_dtype)
         if kind == DENSE:
-            exchange(parameter, _dense_mean(parameter, dtype, communicator, divisor))
+            replace_gradient(parameter, _dense_mean(parameter, dtype, communicator, divisor))
         elif kind == SPARSE:
             counted = counts[:, number].tolist()
-            exchange(parameter, _sparse_mean(parameter, dtype, counted, communicator, divisor))
+            replace_gradient(parameter, _sparse_mean(parameter, dtype, counted, communicator, divisor))
 
 
 def _dense_mean(

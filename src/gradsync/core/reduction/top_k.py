@@ -53,7 +53,10 @@ class TopK(Compressing):
 
 
 class _Message:
-    """``count`` of ``numel`` numbers as bytes: values, how many lie in each block, and their positions there."""
+    """The bytes in which ``count`` of ``numel`` numbers are sent.
+
+    They are values, how many lie in each block, and their positions there.
+    """
 
     def __init__(self, numel: int, count: int) -> None:
         self._count, self._blocks = count, -(-numel // BLOCK)
@@ -72,7 +75,7 @@ class _Message:
         return packed
 
     def unpack(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The positions, and the numbers there."""
+        """Unpack a message: the positions, and the numbers there."""
         chosen, counts, offsets = self._parts(packed)
         starts = torch.arange(0, self._blocks * BLOCK, BLOCK, device=packed.device)
         places = starts.repeat_interleave(counts.long())

@@ -100,7 +100,7 @@ class Comparison:
         self._communicator, self._value_of = communicator, value_of or operator.attrgetter("data")
 
     def before_window(self, window: int, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Compare, if this window is due: ranks know by counting. Collective."""
+        """Compare the replicas, if this window is due: ranks know by counting. Collective."""
         if window % self._settings.every or self._communicator.world_size == 1:
             return
         values = [self._value_of(parameter) for parameter in parameters]
@@ -139,7 +139,7 @@ class Comparison:
             value.copy_(whole)
 
     def _describe(self, differences: Sequence[_Difference]) -> str:
-        """An error message: which ranks differ, and in what."""
+        """The beginning of an error message: which ranks differ, and in what."""
         first, further = differences[0], len(differences) - 1
         names = join_names([rank_name(self._communicator.group, rank) for rank in first.others])
         which = f"parameter {self._names[first.index]!r}" + (f" and {further} more" if further else "")
@@ -172,7 +172,7 @@ def _all_prints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _print_of(words: torch.Tensor, weights: torch.Tensor, block: int) -> torch.Tensor:
-    """Computed block by block with the same weights: those of a later block are larger by a constant."""
+    """The fingerprint of words, block by block with the same weights: those of later ones are larger by a constant."""
     total = (words[:block] * weights[: words.numel()]).sum()
     for start in range(block, words.numel(), block):
         part = words[start : start + block]

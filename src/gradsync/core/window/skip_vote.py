@@ -4,7 +4,7 @@
 
     backward        every rank checks its own gradients, bucket by bucket         FiniteCheck
     control flags   say that there is a skip vote; all ranks read the same        core/bucket/control_flags.py
-    afterwards      all exchange which rank it was, and why                       SkipVote.exchange
+    afterwards      all learn which rank it was, and why                          SkipVote.gather_votes
 
 Then all ranks do the same, as ``on_bad_step`` says:
 
@@ -43,7 +43,7 @@ from gradsync.communicator import Communicator
 from gradsync.communicator.agreement import gather_bytes
 from gradsync.communicator.logs import join_names, rank_name
 from gradsync.core.bucket import Bucket
-from gradsync.core.bucket.control_flags import Requests, reads_at_once
+from gradsync.core.bucket.control_flags import RequestPlace, reads_at_once
 
 __all__ = ["ON_BAD_STEP", "FiniteCheck", "OnBadStep", "SkipVote", "WindowVerdict", "invalidate"]
 
@@ -51,7 +51,7 @@ LOGGER = logging.getLogger("gradsync")
 
 
 class FiniteCheck:
-    """The findings in this rank's gradients, in one window."""
+    """Checks in one window whether this rank's gradients are finite, and remembers which are not."""
 
     def __init__(self) -> None:
         # Parameters by their index in the model; and the extremes of gradients, until they are read.
@@ -59,12 +59,12 @@ class FiniteCheck:
         self._unread: list[tuple[Bucket, list[int], torch.Tensor]] = []
 
     def forget(self) -> None:
-        """Another window begins."""
+        """Drop all findings: another window begins."""
         self._found.clear()
         self._unread.clear()
 
     @torch.no_grad()
-    def look(self, bucket: Bucket) -> None:
+    def check_bucket(self, bucket: Bucket) -> None:
         """Check a bucket whose gradients are complete, but still this rank's own."""
         if reads_at_once(bucket.plan.device):
             if not math.isfinite(bucket.payload.sum().item()):
@@ -76,7 +76,7 @@ class FiniteCheck:
             self._unread.append((bucket, slots, extremes))
 
     @torch.no_grad()
-    def look_at(self, outside: Iterable[tuple[int, str, torch.Tensor | None]]) -> None:
+    def check_outside(self, outside: Iterable[tuple[int, str, torch.Tensor | None]]) -> None:
         """Check gradients that have no place in a bucket: the parameter's index, its name, the gradient."""
         for index, name, gradient in outside:
             if gradient is not None and not _is_finite(gradient._values() if gradient.is_sparse else gradient):
@@ -104,7 +104,7 @@ class FiniteCheck:
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
-    """Many times as fast on a CPU as checking each number: the extremes show it."""
+    """Whether all numbers are finite, by the extremes: on a CPU many times as fast as checking each number."""
     if not gradient.numel():
         return True
     if gradient.is_complex():
@@ -121,8 +121,10 @@ ABSTAINS, NOT_FINITE, STILL = b"a", b"n", b"s"
 
 @dataclass(frozen=True, kw_only=True)
 class WindowVerdict:
-    """The agreement of all ranks: how many are left out of the mean, or, if there is no mean, that the window is
-    skipped. ``finite``: all gradients were."""
+    """The agreement of all ranks: how many are left out of the mean, or that there is none and the window is skipped.
+
+    ``finite``: all gradients were.
+    """
 
     dropped: int = 0
     finite: bool = True
@@ -139,7 +141,7 @@ class SkipVote:
         self._on_bad_step = on_bad_step
         self._communicator = communicator
         self._abstention: str | None = None
-        self._stands = False
+        self._keeps_rejecting = False
         # Only those who request the check pay for it.
         self.check = None if on_bad_step is None else FiniteCheck()
         # No bucket may start before all were checked: a dropped rank must not have sent any.
@@ -150,9 +152,9 @@ class SkipVote:
         self.tolerates = on_bad_step in ("skip", "drop-rank")
 
     @property
-    def is_noted(self) -> bool:
+    def votes_to_skip(self) -> bool:
         """Whether this rank votes to skip, whatever its gradients are."""
-        return self._abstention is not None or self._stands
+        return self._abstention is not None or self._keeps_rejecting
 
     @property
     def abstains(self) -> bool:
@@ -163,36 +165,38 @@ class SkipVote:
         """Record that this rank contributes nothing to the window."""
         self._abstention = reason
 
-    def stand(self) -> None:
-        """The window was rejected in an earlier synchronization, and its gradients are still there."""
-        self._stands = True
+    def keep_rejecting(self) -> None:
+        """Vote to skip: the window was rejected in an earlier synchronization, and its gradients are still there."""
+        self._keeps_rejecting = True
 
     def forget(self) -> None:
-        """The synchronization is over."""
-        self._abstention, self._stands = None, False
+        """Drop the vote and what was found: the synchronization is over."""
+        self._abstention, self._keeps_rejecting = None, False
         if self.check is not None:
             self.check.forget()
 
     def mark(self, control: torch.Tensor) -> None:
-        """Vote, if any gradient was found that is not finite."""
+        """Vote to skip in the control flags, if any gradient was found that is not finite."""
         if self.check is not None:
-            self.check.mark(control[control.numel() + Requests.SKIP])
+            self.check.mark(control[control.numel() + RequestPlace.SKIP])
 
     @property
     def reason(self) -> bytes:
-        """Why this rank votes to skip; empty if it does not."""
+        """The reason why this rank votes to skip; empty if it does not."""
         if self._abstention is not None:
             return ABSTAINS + self._abstention.encode()
-        if self._stands:
+        if self._keeps_rejecting:
             return STILL
         first = None if self.check is None else self.check.first
         return b"" if first is None else NOT_FINITE + first.encode()
 
     # -- the votes of all ranks ------------------------------------------------------------------------------------
 
-    def exchange(self) -> WindowVerdict:
-        """The control flags say that there is a skip vote: exchange whose it is and why, and decide what follows, which
-        may be a :class:`BadStepError` on all ranks. Collective."""
+    def gather_votes(self) -> WindowVerdict:
+        """Learn who votes to skip and why, once the control flags say that somebody does, and decide what follows.
+
+        That may be a :class:`BadStepError` on all ranks. Collective.
+        """
         reasons = gather_bytes(self._communicator, self.reason)
         votes = {rank: reason for rank, reason in enumerate(reasons) if reason}
         why = join_names([self._describe(rank, reason) for rank, reason in votes.items() if reason != STILL] or [""])
@@ -210,7 +214,10 @@ class SkipVote:
         return WindowVerdict(finite=finite)
 
     def tolerate(self, failed: Sequence[int]) -> WindowVerdict:
-        """The control flags say that the backwards of these ranks failed. They do not take part here."""
+        """Skip the window, as the control flags say that the backwards of the ``failed`` ranks failed.
+
+        These do not take part here.
+        """
         names = join_names([rank_name(self._communicator.group, rank) for rank in failed])
         present = next((rank for rank in range(self._communicator.world_size) if rank not in failed), 0)
         self._warn(f"the backward of {names} failed: this window is skipped on all ranks", by=present)

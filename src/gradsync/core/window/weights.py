@@ -52,7 +52,7 @@ class Counting(enum.Enum):
 
 @dataclass(kw_only=True)
 class _Tally:
-    """This rank's counts in a window. ``framed``: in a block of accumulate()."""
+    """The counts of this rank in a window. ``framed``: in a block of accumulate()."""
 
     unit: float | None = None
     sum: float = 0.0
@@ -141,7 +141,7 @@ class Weights:
     # -- counting ----------------------------------------------------------------------------------------------
 
     def enter_block(self, *, deferred: bool) -> None:
-        """A micro-batch of accumulate() begins."""
+        """Note that a micro-batch of accumulate() begins."""
         self.in_block, self.deferred, self._block_counted = True, deferred, False
         self._tally.framed = True
 
@@ -205,7 +205,10 @@ class Weights:
         return tally.unit
 
     def take_back_plain(self) -> None:
-        """That backward has reached no parameter, like ``autograd.grad``. The block is still to be counted."""
+        """Take back the count of a backward that has reached no parameter, like ``autograd.grad``.
+
+        The block is still to be counted.
+        """
         if not self._takes_back:
             return
         self._takes_back = self._block_counted = False
@@ -223,7 +226,7 @@ class Weights:
     # -- agreement ---------------------------------------------------------------------------------------------
 
     def start(self, *, uncounted: bool) -> None:
-        """Before the first bucket starts: start sending this rank's sum, where all ranks do. See [Note: who counts].
+        """Start sending this rank's sum before the first bucket starts, where all ranks do. See [Note: who counts].
 
         ``uncounted``: this rank has gradients in the window that no backward of it has counted.
         """
@@ -242,11 +245,11 @@ class Weights:
 
     @property
     def unannounced(self) -> bool:
-        """Whether this rank counts, but no sums were sent ahead: they must follow the buckets."""
+        """Whether this rank counts, but no sums were sent before the buckets: they must follow these."""
         return self._message is None and not self.deferred and (self.counting or self.synchronized or self.in_block)
 
     def divisor(self, plain: float) -> float:
-        """The divisor of the reduction, the same on all ranks; ``plain`` where no rank counts."""
+        """The divisor of the reduction, the same on all ranks: ``plain``, as without weights, if no rank counts."""
         known_to_be_plain = self._message is None or self._total == 0.0
         return plain if known_to_be_plain else float(self._communicator.world_size)
 
@@ -262,7 +265,7 @@ class Weights:
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
     def require_announced(self) -> None:
-        """Before the control flags, which report failures, are sent: raise if the others were told a different sum."""
+        """Raise if the others were told a different sum, before the control flags are sent, which report failures."""
         if self._message is not None and self._tally.sum != self._sent:
             raise MisuseError(
                 f"this rank has counted {self._tally.sum:g} in the window, but told the others {self._sent:g}: a "
@@ -294,7 +297,7 @@ class Weights:
         return None if self._total == expected else expected / self._total
 
     def follow_up(self, divisor: float, *, uncounted: bool) -> float | None:
-        """The buckets were sent as if no rank counted, but one did: exchange the sums now. Collective.
+        """Exchange the sums now: the buckets were sent as if no rank counted, but one did. Collective.
 
         Returns the factor that corrects the means, which were divided by ``divisor``.
         """
@@ -307,7 +310,7 @@ class Weights:
         self.synchronized = self.synchronized or self.counting or self.in_block
 
     def learn(self) -> None:
-        """The window succeeded on all ranks: use its sum for the next one, where all ranks know it."""
+        """Use the window's sum for the next one, where all ranks know it: the window succeeded on all of them."""
         if isinstance(self._total, float):
             self._last_window_counted = self._total > 0
             self.expected = self._total if self._total > 0 else self.expected
@@ -339,7 +342,7 @@ class Weights:
             self._pending = None
 
     def _read(self) -> float:
-        """The sum over all ranks. Waits for it, and for the device."""
+        """Wait for the sum over all ranks, and for the device; returns it."""
         assert self._message is not None
         self._wait()
         total, weighted, plain, uncounted = self._message.tolist()
@@ -349,7 +352,7 @@ class Weights:
 
 
 def _refuse_mixed_ranks(weighted: float, plain: float, uncounted: float, *, late: bool = False) -> None:
-    """Raise if ranks count in different ways. ``late``: in the previous window, which is only known now."""
+    """Raise if ranks count in different ways. ``late``: they did so in the previous window, which is known only now."""
     window = "the window before, whose gradients an optimizer may have used since," if late else "this window"
     if weighted and (plain or uncounted):
         raise MisuseError(

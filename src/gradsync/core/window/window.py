@@ -27,7 +27,7 @@ from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.chunk import gradients_of
 from gradsync.core.window.weights import Weights
 
-__all__ = ["Reported", "TamperCheck", "Window", "WindowState", "has_nonzero_gradients", "has_unattached_gradients"]
+__all__ = ["GradientSnapshot", "Reported", "Window", "WindowState", "has_nonzero_gradients", "has_unattached_gradients"]
 
 
 class _Seen(NamedTuple):
@@ -39,8 +39,11 @@ class _Seen(NamedTuple):
     version: int
 
 
-class TamperCheck:
-    """Remembers one gradient and the version of every bucket, and every gradient outside of buckets."""
+class GradientSnapshot:
+    """Notes which gradients there are and the versions of their memory, to tell later whether anything has changed.
+
+    Of each bucket it notes one gradient; outside of buckets, all.
+    """
 
     def __init__(self) -> None:
         self._seen: list[_Seen] = []
@@ -59,7 +62,7 @@ class TamperCheck:
                 self._seen.append(_Seen(parameter, gradient, gradient, gradient._version))
 
     def renew(self) -> None:
-        """Accept all writes since as the engine's own."""
+        """Note the current versions: all writes since were the engine's own."""
         self._seen = [each._replace(version=each.memory._version) for each in self._seen]
 
     def forget(self) -> None:
@@ -72,7 +75,7 @@ class TamperCheck:
 
     @property
     def has_lost_bucket(self) -> bool:
-        """The same for gradients that lie in buckets: autograd replaces sparse ones."""
+        """Whether a gradient that existed in a bucket is gone: autograd replaces sparse ones, which lie outside."""
         return any(each.parameter.grad is not each.gradient for each in self._seen if each.memory is not each.gradient)
 
     @property
@@ -130,8 +133,8 @@ class Window:
         # Parameters whose gradients have no place in a bucket.
         self._outside = outside
         self.weights = Weights(communicator)
-        self._tamper_check = TamperCheck()
-        self._means = TamperCheck()
+        self._snapshot = GradientSnapshot()
+        self._means = GradientSnapshot()
         # Ranks have agreed that no step may use these gradients; and the last step has used none, because of that.
         self.is_rejected = self.step_was_skipped = False
         # Whether backwards run inside the step of an optimizer.
@@ -146,7 +149,7 @@ class Window:
         self.abstentions = 0
         # It has abstained, and what the window left behind shows whether it was zeroed since.
         self._abstained = False
-        self._left = TamperCheck()
+        self._left = GradientSnapshot()
         # Whether a forward ran in this window, and in the running micro-batch of accumulate().
         self.any_forward = self.any_in_block = False
         # A forward has begun, whether or not it completed, and no backward has ended since.
@@ -160,7 +163,7 @@ class Window:
         return f"Window({self.state.name.lower()}: {self.state.value}; {self.weights!r})"
 
     def begin_backward(self, buckets: Sequence[Bucket], *, late: bool = False) -> None:
-        """A backward begins, and has been counted. ``late``: it has already left its first gradient."""
+        """Record that a backward begins, which has been counted. ``late``: it has already left its first gradient."""
         # A skip vote applies to the existing gradients: where they were zeroed, a new window begins.
         self.is_rejected = self.stays_rejected
         if self.weights.counting:
@@ -169,59 +172,59 @@ class Window:
                 self._add_to_mean(buckets, late=late)
 
     def backward_ended(self, buckets: Sequence[Bucket], *, arrived: bool) -> None:
-        """A backward of this rank alone has ended."""
+        """Record that a backward has ended whose gradients are this rank's alone."""
         if arrived:
             self.state = WindowState.UNSYNCHRONIZED
         else:
             self.weights.take_back_plain()
         if self.weights.counting:
-            self._tamper_check.note(buckets, self._outside())
+            self._snapshot.note(buckets, self._outside())
 
     def begin_synchronization(self) -> None:
-        """Average what has accumulated, without a further backward."""
+        """Record that what has accumulated is about to be averaged, without a further backward."""
         self.is_rejected = self.stays_rejected
         if self.state is WindowState.UNSYNCHRONIZED and self.weights.counting:
             self._require_untouched(continues=True, late=False)
 
     def rejected(self, buckets: Sequence[Bucket]) -> None:
-        """Ranks have agreed to skip the window. None of its counts carry over to the next one."""
+        """Record that ranks have agreed to skip the window. None of its counts carry over to the next one."""
         self.state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
-        self._tamper_check.forget()
+        self._snapshot.forget()
         self.weights.reset()
         self.is_rejected = True
 
     def synchronized(self, buckets: Sequence[Bucket]) -> None:
-        """The gradients are means now."""
+        """Record that the gradients are means now."""
         self.state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
         self.weights.learn()
         if self.weights.counting:
-            self._tamper_check.note(buckets, self._outside())
+            self._snapshot.note(buckets, self._outside())
             if not self.weights.in_block:
                 # A window without accumulate() ends with its synchronization.
                 self.weights.reset()
 
     def means_left_buckets(self) -> None:
-        """The engine has moved the means elsewhere, so their absence from the buckets means nothing."""
+        """Forget that the means were in the buckets: the engine has moved them elsewhere."""
         self._means.forget()
 
     def reopen(self, buckets: Sequence[Bucket], *, accumulated: bool) -> None:
         """Continue in a window that was saved, whose gradients are in the buckets again."""
         if accumulated:
             self.state = WindowState.UNSYNCHRONIZED
-            self._tamper_check.note(buckets, self._outside())
+            self._snapshot.note(buckets, self._outside())
 
-    def close(self) -> None:
-        """The optimizer steps."""
+    def optimizer_stepped(self) -> None:
+        """Record the optimizer's step, or that the window ends without one: nothing has happened since."""
         self.state = WindowState.CLOSED
         self.is_rejected = False
         self.weights.reset()
 
     def discard(self) -> None:
         """Forget the window, whatever has happened in it."""
-        self.close()
-        self._tamper_check.forget()
+        self.optimizer_stepped()
+        self._snapshot.forget()
         self._means.forget()
 
     def refuse_step(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -257,24 +260,27 @@ class Window:
         return self.state is not WindowState.UNSYNCHRONIZED and not self.weights.deferred
 
     def changed_by_engine(self) -> None:
-        """The engine itself has scaled the means: this is not tampering."""
-        if self._tamper_check.has_changed:
-            self._tamper_check.renew()
+        """Accept that the engine itself has scaled the means: this is not tampering."""
+        if self._snapshot.has_changed:
+            self._snapshot.renew()
 
-    def exchange(
-        self, exchange: Callable[[], bool], buckets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]
+    def replace_gradients(
+        self, replace: Callable[[], bool], buckets: Sequence[Bucket], parameters: Sequence[torch.nn.Parameter]
     ) -> None:
-        """The engine replaces the gradients of ``parameters``. This is not tampering either."""
-        unchanged = self._tamper_check.is_unchanged
-        if exchange() and unchanged:
-            self._tamper_check.note(buckets, [*self._outside(), *parameters])
+        """Call ``replace``, by which the engine replaces gradients of ``parameters``: this is not tampering either.
+
+        ``replace`` returns whether it has replaced any.
+        """
+        unchanged = self._snapshot.is_unchanged
+        if replace() and unchanged:
+            self._snapshot.note(buckets, [*self._outside(), *parameters])
 
     def _require_untouched(self, *, continues: bool, late: bool) -> None:
         """Require that the gradients are as the window's last backward left them; or gone, if it only begins."""
-        check = self._tamper_check
+        snapshot = self._snapshot
         if continues:
-            lost = check.has_lost_bucket if late else check.has_lost
-            if lost or (check.has_changed and not late):
+            lost = snapshot.has_lost_bucket if late else snapshot.has_lost
+            if lost or (snapshot.has_changed and not late):
                 what = "zeroed" if lost else "changed (zeroed in place, clipped or unscaled)"
                 raise MisuseError(
                     f"gradients were {what} inside an unfinished window, so its mean would be wrong. Zero, unscale and "
@@ -285,7 +291,7 @@ class Window:
                 "a window begins with gradients that were accumulated before it, by backwards without weight outside "
                 "accumulate(). Run all backwards of a window inside accumulate(), or zero the gradients before it"
             )
-        elif check.is_unchanged:
+        elif snapshot.is_unchanged:
             raise MisuseError(
                 "a window begins, but the means of the window before are still there and would be added to it. Call "
                 "zero_grad() between two windows"
@@ -293,7 +299,7 @@ class Window:
 
     @torch.no_grad()
     def _add_to_mean(self, buckets: Sequence[Bucket], *, late: bool) -> None:
-        """A further backward in the last micro-batch: undo the division first."""
+        """Undo the division by which gradients are means, for a further backward in the last micro-batch."""
         factor = self.weights.undo()
         if factor is not None and late:
             raise MisuseError(
@@ -315,13 +321,13 @@ class Window:
     # -- forwards --------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A forward with gradients on is about to run."""
+        """Record that a forward with gradients on is about to run."""
         self.begin_another()
         self.any_forward = self.any_in_block = self.awaits_backward = True
         self._absent_now = set()
 
     def end_forward(self, has_gradients: Callable[[], bool], *, synchronizes: bool) -> None:
-        """A forward has run. ``synchronizes``: its backward will."""
+        """Record that a forward has run. ``synchronizes``: its backward will."""
         self.last_synchronizes = synchronizes
         if self._absent_now is not None:
             self._absent = self._absent_now if self._absent is None else self._absent & self._absent_now
@@ -334,16 +340,16 @@ class Window:
             self.is_rejected = False
 
     def miss_forward(self) -> None:
-        """This rank has taken part in a forward of the others without running one of its own."""
+        """Record that this rank has taken part in a forward of the others without running one of its own."""
         self.any_forward = self.any_in_block = True
 
     def announce_absent(self, indices: Iterable[int]) -> None:
-        """The running forward leaves these parameters out. Has no effect outside a forward."""
+        """Note parameters that the running forward leaves out. Has no effect outside a forward."""
         if self._absent_now is not None:
             self._absent_now.update(indices)
 
     def announce_all_absent(self, count: int) -> None:
-        """A rank without data leaves out all parameters."""
+        """Note all parameters as left out, by a rank without data."""
         self._absent = set(range(count))
 
     @property
@@ -351,31 +357,31 @@ class Window:
         """The parameters that no forward of the window has used."""
         return self._absent or set()
 
-    def close_backward(self) -> None:
-        """A backward is over, whatever its outcome."""
+    def end_backward(self) -> None:
+        """Clear what belongs to one backward only: it is over, whatever its outcome."""
         self.awaits_backward = False
         self.last_synchronizes = None
 
-    def close_window(self) -> None:
-        """A synchronization is over, whatever its outcome."""
+    def end_synchronization(self) -> None:
+        """Clear what belongs to one synchronization only: it is over, whatever its outcome."""
         self.any_forward = self.awaits_backward = False
         self._absent = None
 
     # -- abstaining: see [Note: the same window] -------------------------------------------------------------------
 
     def abstained(self, buckets: Sequence[Bucket]) -> None:
-        """All ranks know that this one abstains, and the window is over for them."""
+        """Record that all ranks know that this one abstains, and that the window is over for them."""
         self.abstentions += 1
         self._abstained, self.reported = True, Reported.ABSTAINED
         self._left.note(buckets, self._outside())
 
     def begin_another(self) -> None:
-        """Everything from here on belongs to a window that the other ranks do not know of."""
+        """Begin a window that the other ranks do not know of: everything from here on belongs to it."""
         self.reported = None
         self.end_abstention()
 
     def end_abstention(self) -> None:
-        """Everything from here on belongs to a window after the one from which this rank has abstained."""
+        """Begin a window after the one from which this rank has abstained: everything from here on belongs to it."""
         self._abstained = False
         self._left.forget()
 
@@ -395,7 +401,7 @@ class Window:
             )
 
     def expect_backward(self) -> None:
-        """A backward is about to run: refuse it if this rank has abstained instead."""
+        """Refuse the backward that is about to run if this rank has abstained instead."""
         if self.has_abstained:
             self.refuse_backward()
 

@@ -135,8 +135,9 @@ class Agent:
         self._thread.start()
 
     def guard(self, communicator: object) -> None:
-        """No rank shall wait on ``communicator`` for a rank that has exited. All ranks guard the same communicators in
-        the same order, because they are identified by number.
+        """Guard ``communicator``: no rank shall wait on it for a rank that has exited.
+
+        All ranks guard the same communicators in the same order, because they are identified by number.
         """
         if not isinstance(communicator, BaseCommunicator):
             return
@@ -147,7 +148,7 @@ class Agent:
         self._guards.add(communicator, self.failure_message)
 
     def failure_message(self, message: str) -> str:
-        """The ``message`` of a failure, with what is known of the ranks that may have caused it."""
+        """The text of a failure: ``message``, and what is known of the ranks that may have caused it."""
         patience = PATIENCE_SECONDS if self._thread.is_alive() else 0.0
         with self._news:
             self._news.wait_for(lambda: bool(self._detector.exits or self._suspects()), patience)
@@ -190,7 +191,7 @@ class Agent:
             self._close()
 
     def after_fork(self) -> None:
-        """In a forked child: close its copies of the sockets. The parent's stay as they are."""
+        """Close a forked child's copies of the sockets. The parent's stay as they are."""
         for each in (self._waker, self._woken):
             each.close()
         for line in self._lines.values():
@@ -354,7 +355,7 @@ class Agent:
         return self._is_hub or self.plan.me == HUB + 1
 
     def _warn_of_errors(self, now: float) -> None:
-        """Of ranks that have raised, as soon as somebody waits for them."""
+        """Warn of ranks that have raised, as soon as somebody waits for them."""
         status = self.sampler.sample(now)
         with self._news:
             self._detector.update(self.plan.me, status, now)
@@ -416,7 +417,7 @@ class Agent:
         return [*self._detector.suspects(time.monotonic()), *self._reported]
 
     def _cause(self) -> str:
-        """The message about the rank that ended first, else about those that hold others up."""
+        """The message about the cause of a failure: the rank that ended first, else those that hold others up."""
         exits = sorted(self._detector.exits.values(), key=sort_key)
         if exits:
             return exit_text(self.plan.members, exits[0])
@@ -426,7 +427,7 @@ class Agent:
         )
 
     def _close(self) -> None:
-        """The thread ends: send the exit message to those that still listen, and close everything."""
+        """Send the exit message to those that still listen, and close everything: the thread ends."""
         self._is_closed = True
         message: dict[str, Any] = {"off": True}
         if self._exit_message:

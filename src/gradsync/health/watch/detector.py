@@ -77,7 +77,7 @@ def at_odds(statuses: Mapping[int, RankStatus], patience: float = 0.0) -> dict[i
 
 
 def _kind(wait: Wait) -> str:
-    """What it is, without its number: communicators over one group count for themselves."""
+    """The kind of collective that is waited for, without its number: communicators over one group count separately."""
     return wait.what.partition("(")[2] or wait.what
 
 
@@ -104,7 +104,7 @@ class ExitRecord:
     age: float = 0.0
 
     def strands(self, communicator: int, place: int) -> bool:
-        """Whether a wait there never ends because of it. How far a killed rank had come is unknown."""
+        """Whether a wait at this place never ends because of the exit. How far a killed rank had come is unknown."""
         return not self.left or holds_up(self.status, communicator, place)
 
 
@@ -165,11 +165,11 @@ class Detector:
             del self.errors[member]
 
     def wake(self, now: float) -> None:
-        """This process itself was stopped: that nothing arrived meanwhile says nothing about the others."""
+        """Restart the clocks of silence after this process itself was stopped: it has heard nobody meanwhile."""
         self._last = dict.fromkeys(self._last, now)
 
     def end(self, exit_record: ExitRecord, now: float) -> bool:
-        """Whether that is news."""
+        """Record that a rank has ended; returns whether that is news."""
         if exit_record.member in self.exits:
             return False
         self.exits[exit_record.member] = exit_record
@@ -179,7 +179,7 @@ class Detector:
         return True
 
     def add_error(self, member: int, error: RaisedError) -> None:
-        """A rank has raised, and may continue or not."""
+        """Record that a rank has raised, and may continue or not."""
         if member not in self.exits:
             self.errors[member] = error
 
@@ -188,7 +188,7 @@ class Detector:
         return any(not error.is_reported for error in self.errors.values())
 
     def errors_to_report(self, now: float) -> list[tuple[int, RaisedError, Wait]]:
-        """Errors of ranks that somebody waits for, and in what; each once."""
+        """The errors of ranks that somebody waits for, each with such a wait, and each only once."""
         found = []
         for member, error in self.errors.items():
             waits = [
@@ -203,7 +203,7 @@ class Detector:
         return found
 
     def forget(self, member: int) -> None:
-        """It has no watch any more and will report nothing; that says nothing about its training."""
+        """Forget a rank that has no watch any more and will report nothing; that says nothing about its training."""
         self._last.pop(member, None)
         self._statuses.pop(member, None)
 
@@ -213,7 +213,7 @@ class Detector:
         return status, now - at
 
     def silence_of(self, member: int, now: float) -> float:
-        """For how many seconds it has reported nothing."""
+        """For how many seconds a rank has reported nothing."""
         return now - self._last.get(member, now)
 
     def suspects(self, now: float) -> list[Suspect]:

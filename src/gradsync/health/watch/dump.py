@@ -59,7 +59,7 @@ def include_in_dumps(model: Model) -> None:
 
 
 def listen_for_requests(agents: Callable[[], list[Agent]]) -> None:
-    """If the environment names a folder: write there on request, from now on. Nothing is agreed on with others."""
+    """Write dumps on request from now on, if the environment names a folder. Nothing is agreed on with others."""
     global _listens
     if _listens or not os.environ.get(VARIABLE):
         return
@@ -80,7 +80,7 @@ def listen_for_requests(agents: Callable[[], list[Agent]]) -> None:
 
 
 def _chain_handler() -> None:
-    """A signal without a handler in Python would end the process; one that was there is called as before."""
+    """Handle the signal, which would end the process otherwise, and call the handler that was there, as before."""
     before = signal.getsignal(REQUEST)
 
     def handle(number: int, frame: Any) -> None:
@@ -156,7 +156,7 @@ def _stacks() -> dict[str, list[str]]:
 
 
 def _after_fork() -> None:
-    """In a forked child, whose parent listens: that thread is not here, and signals are the child's own."""
+    """Let go of the parent's thread in a forked child: it is not here, and signals are the child's own."""
     global _listens
     if _listens:
         _listens = False
@@ -188,7 +188,7 @@ def find_dumps(folder: Path) -> list[Path]:
 
 
 def read_dump(path: Path) -> Dump:
-    """Raises ConfigurationError for what no rank has written."""
+    """Read one rank's dump. Raises ConfigurationError for what no rank has written."""
     try:
         data: dict[str, Any] = json.loads(path.read_text())
         if data["format"] != FORMAT:

@@ -47,20 +47,20 @@ _recorded: list[str] = []
 
 
 def exit_status(error: SystemExit) -> int:
-    """What Python makes of the argument of ``sys.exit``: text is printed, and stands for 1."""
+    """The exit status that Python makes of the argument of ``sys.exit``: text is printed, and stands for 1."""
     code = error.code or 0 if error.code is None or isinstance(error.code, int) else 1
     # What does not fit into a C long stands for -1.
     return (code if -(1 << 63) <= code < 1 << 63 else -1) & 0xFF
 
 
 def exit_words(error: SystemExit) -> str:
-    """That a rank has ended, for the others and the launcher. By what it did, if it failed."""
+    """The message that a rank has ended, for the others and the launcher: by which call, if it failed."""
     call = exit_call(error)
     return f"called {call}" if exit_status(error) else f"{ENDED} by {call}"
 
 
 def exit_call(error: SystemExit) -> str:
-    """``sys.exit(3) in line 12 of train.py``."""
+    """The call in words: ``sys.exit(3) in line 12 of train.py``."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     return _call_in_words(error.code, reversed(frames))
 
@@ -88,7 +88,7 @@ def recorded_exit() -> str:
 
 
 def forget_exit() -> None:
-    """In a forked child."""
+    """Forget the parent's call of ``sys.exit`` in a forked child."""
     _recorded.clear()
 
 
@@ -99,7 +99,7 @@ def _callers(frame: FrameType | None) -> Iterable[tuple[str, int]]:
 
 
 def _call_in_words(code: object, frames: Iterable[tuple[str, int]]) -> str:
-    """``frames``: innermost first."""
+    """The call of ``sys.exit`` in words, by its argument ``code`` and the ``frames`` it came from, innermost first."""
     argument = "" if code is None else repr(code)
     argument = argument if len(argument) <= MOST_LETTERS else f"{argument[:MOST_LETTERS]}…"
     known = list(frames)
@@ -117,8 +117,10 @@ _is_installed = False
 
 
 def report_uncaught(in_main: Callable[[BaseException], None], in_thread: Callable[[BaseException, int], None]) -> None:
-    """Call ``in_main`` with an exception that ends the script, and ``in_thread`` with one that ends a thread, and the
-    number of the thread. Once per process."""
+    """Report exceptions that nobody catches. Installed once per process.
+
+    ``in_main`` is called with one that ends the script, ``in_thread`` with one that ends a thread, and its number.
+    """
     global _is_installed
     if _is_installed:
         return

@@ -28,7 +28,10 @@ MOST_COMMUNICATORS = 64
 
 
 class Guards:
-    """Communicators by number. All ranks use the same numbers: they register in one order, the group itself first."""
+    """The guarded communicators of one group, by number.
+
+    All ranks use the same numbers: they register in one order, the group itself first.
+    """
 
     def __init__(self, group: Any, device_timeout: float = math.inf) -> None:
         self.states: list[TransportState] = []
@@ -72,7 +75,7 @@ class Guards:
                     break
 
     def refuse_new(self, exit_record: ExitRecord, message: str) -> None:
-        """A rank has ended: what is started on a device from now on cannot end, unless it has taken part in that."""
+        """Refuse collectives on a device from now on: a rank has ended, and those it has no part in cannot end."""
         for number, state in enumerate(self.states):
             started = exit_record.status.started
             lost_after = started[number] if exit_record.left and number < len(started) else 0
@@ -86,8 +89,10 @@ class Guards:
         return min((each.started_at + self._device_timeout for _, each in self._on_devices()), default=math.inf)
 
     def overdue(self, now: float) -> list[tuple[int, StartedCollective]]:
-        """Collectives that have been under way for too long, with their communicator's number. As torch counts it:
-        since the host has started them, however long the device took to come to them."""
+        """Collectives that have been under way for too long, with their communicator's number.
+
+        Time counts as in torch: since the host has started them, however long the device took to come to them.
+        """
         return [(number, each) for number, each in self._on_devices() if now - each.started_at >= self._device_timeout]
 
     def _on_devices(self) -> Iterator[tuple[int, StartedCollective]]:

@@ -40,13 +40,16 @@ class Sent:
 
 
 def read_sent(data: object) -> list[Sent]:
-    """What another rank has sent of these; nothing if it is something else."""
+    """Read what another rank has sent of its links; nothing if it is something else."""
     sent = from_json_or(tuple[Sent, ...], data, ())
     return [each for each in sent[:MOST_LINKS] if each.size >= 0 and each.seconds >= 0]
 
 
 def read_links() -> dict[tuple[str, str], tuple[int, float]]:
-    """Bytes and seconds so far, by the addresses of this host and of another one. Empty if there are no counts."""
+    """Read how many bytes went from each address of this host to another host's, and in how many seconds, so far.
+
+    Empty if there are no counts.
+    """
     found: dict[tuple[str, str], tuple[int, float]] = {}
     # With a timeout for all new sockets Python would make others' own connections non-blocking by looking at them.
     if sys.platform != "linux" or socket.getdefaulttimeout() is not None:
@@ -77,11 +80,11 @@ class LinkMeter:
         self._windows, self._until = 0, 0.0
 
     def begin(self, windows: int, now: float) -> None:
-        """In the window of that number."""
+        """Begin to measure, in the window of that number."""
         self._before, self._windows, self._until = read_links(), windows + WINDOWS, now + MOST_SECONDS
 
     def result(self, windows: int, now: float) -> list[Sent] | None:
-        """None as long as there is none, or nobody has asked."""
+        """What was sent over each link since the beginning; None as long as that is not known, or nobody has asked."""
         if self._before is None or (windows < self._windows and now < self._until):
             return None
         before, self._before = self._before, None
@@ -115,7 +118,10 @@ class SlowLink:
 
 
 def find_slow_link(sent: Iterable[Sent], hosts: Mapping[str, str]) -> SlowLink | None:
-    """``hosts`` are names by addresses. None where all are about as fast, or neither a host nor a link explains it."""
+    """The link, or the host with slow links, that explains slow communication; ``hosts`` are names by addresses.
+
+    None where all are about as fast, or neither a host nor a link explains it.
+    """
     rates = _rates(sent, hosts)
     ordered = sorted(rates.values())
     gaps = [(quick / slow, slow, quick) for slow, quick in pairwise(ordered)]

@@ -82,8 +82,11 @@ def exit_text(members: Sequence[Member], exit_record: ExitRecord) -> str:
 
 
 def sort_key(exit_record: ExitRecord) -> tuple[int, float]:
-    """Causes before consequences: a rank that was killed, one that raised an error of its own or called
-    ``sys.exit(1)``, one that only lost others, one that left."""
+    """The order of exits by cause: causes before consequences.
+
+    A rank that was killed, one that raised an error of its own or called ``sys.exit(1)``, one that only lost others,
+    one that left.
+    """
     if not exit_record.left:
         return (0, exit_record.at)
     if not exit_record.words.startswith((RAISED, EXITED)):
@@ -177,7 +180,7 @@ def _state(process: int) -> str:
 
 
 def exit_message(error: BaseException | None = None) -> str:
-    """Why this process ends, for the ranks that may still wait for it: ``error``, or one that nobody has caught."""
+    """Why this process ends, for ranks that may still wait for it: by ``error``, or by one that nobody has caught."""
     error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is not None:
         return error_text(error)
@@ -185,8 +188,10 @@ def exit_message(error: BaseException | None = None) -> str:
 
 
 def error_text(error: BaseException, place: str = "") -> str:
-    """The message that a rank has raised ``error``, and in which part of its loop. One line: the rank itself shows it
-    all."""
+    """The message that a rank has raised ``error``, and in which part of its loop.
+
+    It has one line: the rank itself shows the rest.
+    """
     if isinstance(error, SystemExit):
         return exit_words(error)[:MOST_LETTERS]
     message = " ".join(f"{RAISED} {type(error).__name__}: {error}".split()).rstrip(": ")[:MOST_LETTERS]

@@ -53,7 +53,7 @@ MOST_SECONDS = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Consecutive windows of the model of that number; ``last`` is the number of the last window.
+    """The times of consecutive windows of the model of that number; ``last`` is the number of the last window.
 
     For each window: the seconds of the rank's ``own`` work, and of its waiting. No own work at all means that nothing
     is known of the window, or that the rank only stood by in it.
@@ -69,14 +69,14 @@ NO_PACE = Pace()
 
 
 def read_pace(data: object) -> Pace:
-    """What another rank has sent of it; one of no windows if it is something else."""
+    """Read the pace that another rank has sent; one of no windows if it is something else."""
     pace = from_json_or(Pace, data, NO_PACE)
     is_sound = len(pace.own) == len(pace.waited) <= MOST_WINDOWS and min(pace.model, pace.last) >= 0
     return pace if is_sound and all(0 <= each <= MOST_SECONDS for each in (*pace.own, *pace.waited)) else NO_PACE
 
 
 class PaceMeter:
-    """The engine reports each synchronized window to it; the watch reads it, from a different thread."""
+    """Measures a rank's pace: the engine reports each synchronized window; the watch reads, from a different thread."""
 
     def __init__(self) -> None:
         self._last: tuple[float, float] | None = None
@@ -91,7 +91,7 @@ class PaceMeter:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """This rank waits for others before its work has ended, also in collectives that are not gradsync's."""
+        """A context in which this rank waits for others before its work has ended, also outside of gradsync."""
         if self._is_waiting:
             yield
             return
@@ -105,10 +105,13 @@ class PaceMeter:
             self._noted[thread] = self._noted.get(thread, 0.0) + waited_here() - waited
 
     def work_ended(self) -> None:
-        """What this rank has to do for the window is done, or queued: from here on it waits for others."""
+        """Note that this rank's part of the window is done, or queued: from here on it waits for others."""
 
     def window_ended(self, *, worked: bool = True) -> None:
-        """A window has been synchronized. One whose data has run out has not ``worked``: the rank only stands by."""
+        """Note that a window has been synchronized.
+
+        A rank whose data has run out has not ``worked`` in it: it only stands by.
+        """
         now, waited = time.perf_counter(), waited_here()
         own = waiting = 0.0
         if self._last is not None:
@@ -123,7 +126,7 @@ class PaceMeter:
         self._windows.append((self.count, own, waiting if own else 0.0))
 
     def since(self, number: int, *, model: int = 0) -> Pace:
-        """The windows after ``number``, as far as they are kept."""
+        """The pace of the windows after ``number``, as far as they are kept."""
         # A copy is made in one go, whatever the other thread does.
         new = [window for window in list(self._windows) if window[0] > number]
         if not new:
@@ -217,8 +220,9 @@ class DevicePaceMeter(PaceMeter):
         return (other for each in list(self._neighbours) if (other := each()) is not None and other is not self)
 
     def _unless_failed(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Pace is useful but not essential. A device that cannot be asked ends only this part: if it is lost, the
-        training learns of it from its next call.
+        """Call ``action``, and end only the measurement if that fails: pace is useful but not essential.
+
+        If the device is lost, the training learns of it from its next call.
         """
         if self._has_failed:
             return
@@ -264,7 +268,10 @@ class DevicePaceMeter(PaceMeter):
 
     @property
     def _apart(self) -> int:
-        """A power of two: ranks whose windows differ a little mark at least one of two alike."""
+        """Of how many windows one is marked, a power of two.
+
+        So ranks whose windows differ a little mark at least one of two alike.
+        """
         apart = 1
         while apart < MOST_APART and apart * self.seconds < SHORTEST_SECONDS:
             apart *= 2
@@ -289,12 +296,15 @@ class DevicePaceMeter(PaceMeter):
 
 
 def is_marked(number: int, apart: int) -> bool:
-    """Whether the window of that number is, of one in ``apart``. Those of one in four are among those of one in two."""
+    """Whether the window of that number is marked, where one in ``apart`` is.
+
+    Those of one in four are among those of one in two.
+    """
     return number * GOLDEN_STEP % ROUND * apart < ROUND
 
 
 def _times(window: Marked) -> tuple[float, float]:
-    """Own work and waiting, in seconds."""
+    """The seconds of own work in a window, and of waiting."""
     if window.work_ended is None:
         return 0.0, 0.0
     before = sum(_seconds(*wait) for wait in window.waits)
@@ -312,14 +322,14 @@ _neighbours: defaultdict[torch.device, Neighbours] = defaultdict(list)
 
 
 class UnknownPaceMeter(PaceMeter):
-    """For a device whose times cannot be read: reporting the host's times instead would be wrong."""
+    """A meter for a device whose times cannot be read: reporting the host's times instead would be wrong."""
 
     def since(self, number: int, *, model: int = 0) -> Pace:
         return NO_PACE
 
 
 def make_meter(device: torch.device) -> PaceMeter:
-    """Of a model whose gradients are computed there."""
+    """Make the meter of a model whose gradients are computed on ``device``."""
     match device.type:
         case "cuda":
             return DevicePaceMeter(DeviceClock(device), _neighbours[device])

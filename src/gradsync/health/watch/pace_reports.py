@@ -48,7 +48,7 @@ class PaceReporter:
         self.next = 0.0
 
     def report(self, meter: Meter | None, now: float) -> Pace | None:
-        """The windows that are new, of the model of that number."""
+        """The pace of the windows that are new, of the model of that number."""
         number, measured = meter or (0, None)
         seconds = LONGEST_SECONDS if measured is None else WINDOWS_AT_A_TIME * measured.seconds
         self.next = now + max(self._shortest, min(LONGEST_SECONDS, seconds))
@@ -62,7 +62,7 @@ class PaceReporter:
 
 
 class PaceDetector:
-    """The hub's evaluation of the reports."""
+    """The hub's evaluation of what ranks report about their pace and their links."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
@@ -75,7 +75,7 @@ class PaceDetector:
         self.asks_for_links = False
 
     def add(self, member: int, pace: Pace, now: float, *, models: int = 1) -> list[str]:
-        """The warnings that follow from a report, where that many models are trained."""
+        """Add a report, and return the warnings that follow from it, where that many models are trained."""
         # Inside a host communication uses its cores. And where ranks synchronize twice in a window, one may wait for
         # the other before the first model and the other for the one before the second: what both wait is not
         # communication.
@@ -102,7 +102,7 @@ class PaceDetector:
             self._links = {}
 
     def add_links(self, member: int, sent: list[Sent]) -> list[str]:
-        """The warnings once all ranks have answered."""
+        """Add what a rank has sent over its links, and return the warnings once all ranks have answered."""
         self._links[member] = sent
         if self._links.keys() != self._rounds.members:
             return []
@@ -140,19 +140,19 @@ class Pacing:
 
     @property
     def next(self) -> float:
-        """When :meth:`tick` is to be called."""
+        """The time at which :meth:`tick` is to be called."""
         return math.inf if self._has_failed else self._reporter.next
 
     def tick(self, now: float) -> None:
-        """Report what is new."""
+        """Report the windows that are new."""
         self._unless_failed(self._tick, now)
 
     def take(self, number: int, message: Message, now: float) -> None:
-        """What a rank reports to the hub, or the hub asks for."""
+        """Take what a rank reports to the hub, or what the hub asks for."""
         self._unless_failed(self._take, number, message, now)
 
     def forget(self, member: int) -> None:
-        """It will report nothing more."""
+        """Forget a rank that will report nothing more."""
         self._unless_failed(self._detector.forget, member)
 
     def _unless_failed(self, action: Callable[..., None], *arguments: Any) -> None:

@@ -28,11 +28,11 @@ _LENGTH = struct.Struct(">I")
 
 
 class ProtocolError(Exception):
-    """The data received is not a frame."""
+    """Raised where the data received is not a frame."""
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
-    """The frame of ``message``."""
+    """The frame that carries ``message``."""
     text = json.dumps(message, separators=(",", ":")).encode()
     if len(text) > LARGEST:
         raise ProtocolError(f"a frame has at most {LARGEST} bytes, this one {len(text)}")
@@ -89,7 +89,7 @@ class Line:
         return self.connection.fileno()
 
     def send(self, message: Mapping[str, Any], *, unless_busy: bool = False) -> None:
-        """Send ``message``, now or when the other end reads again; never mind if it does not matter any more then."""
+        """Send ``message``, now or when the other end reads again; ``unless_busy``, not if others are still unsent."""
         self.send_frame(pack(message), unless_busy=unless_busy)
 
     def send_frame(self, frame: bytes, *, unless_busy: bool = False) -> None:

@@ -35,7 +35,7 @@ SURE = 5.0
 
 
 def median(values: Sequence[float]) -> float:
-    """The median. Quicker than that of ``statistics``."""
+    """The median of the values, computed faster than by ``statistics``."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
@@ -59,15 +59,15 @@ class PaceSeries:
         return self._values[-count:]
 
     def before(self, count: int) -> list[float]:
-        """Those before the last ``count``."""
+        """The values before the last ``count``."""
         return self._values[-(count + HISTORY) : -count]
 
     def is_high(self, limit: float) -> bool:
-        """Whether most of the last few lie above ``limit``: a quick check before the costly ones."""
+        """Whether most of the last few values lie above ``limit``: a quick check before the costly ones."""
         return sum(each > limit for each in self._values[-BLOCK:]) > BLOCK // 2
 
     def stands_out(self, count: int, *, least: float, above: float = 0.0) -> bool:
-        """Whether the last ``count`` lie ``above`` that by ``least``, and by more than they scatter."""
+        """Whether the last ``count`` values exceed ``above`` by ``least``, and by more than they scatter."""
         if len(self._values) < count:
             return False
         ordered = sorted(self._values[-count:])
@@ -77,7 +77,7 @@ class PaceSeries:
         return rise >= SURE * MIDDLE_SCATTER * self._scatter(count) / math.sqrt(count)
 
     def _scatter(self, count: int) -> float:
-        """The standard deviation of one window, as if they were independent."""
+        """The standard deviation of one window's value, as if windows were independent."""
         now, before = self.last(count), self.before(count)
         typical = median(now)
         distances = [abs(each - typical) for each in now]
@@ -94,7 +94,7 @@ class PaceSeries:
 
 
 def _deviation(distances: Sequence[float]) -> float:
-    """The standard deviation, from the distances to the median: one value in five may be any outlier."""
+    """The standard deviation, by the distances to the median: one value in five may be any outlier."""
     ordered = sorted(distances)
     return ordered[min(len(ordered) - 1, len(ordered) * 4 // 5)] / FOUR_FIFTHS
 
@@ -105,7 +105,7 @@ MOST_OPEN = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One window of the model of that number: seconds of ``own`` work and of waiting, by member.
+    """The times of one window of the model of that number: seconds of ``own`` work and of waiting, by member.
 
     A rank that only stood by is in neither; ``is_whole`` if there was none.
     """
@@ -118,7 +118,7 @@ class Round:
 
 
 class Rounds:
-    """Collects the reports of ``members`` ranks."""
+    """Collects the reports of ``members`` ranks into rounds."""
 
     def __init__(self, members: int) -> None:
         self.members = set(range(members))
@@ -127,7 +127,7 @@ class Rounds:
         self._done = 0
 
     def add(self, member: int, pace: Pace) -> Iterator[Round]:
-        """The windows that all ranks have reported now, in their order."""
+        """Add a report, and return the windows that all ranks have reported now, in their order."""
         if not pace.own or pace.model < self._model or member not in self.members:
             return
         if pace.model > self._model:
@@ -145,7 +145,7 @@ class Rounds:
             del self._open[min(self._open)]
 
     def forget(self, member: int) -> None:
-        """It will report no more windows."""
+        """Forget a rank that will report no more windows."""
         self.members.discard(member)
         self._open = {}
 
@@ -165,7 +165,7 @@ class Rounds:
 
 
 def against_the_others(own: Mapping[int, float]) -> dict[int, float]:
-    """For each member the median of the others'. Sorted once: there may be hundreds."""
+    """For each member the median of the others' own times. Sorted once: there may be hundreds."""
     members = sorted(own, key=own.__getitem__)
     ordered = [own[member] for member in members]
     half = (len(ordered) - 1) // 2

@@ -87,8 +87,10 @@ def leave_watch(group: Any, message: str) -> None:
 
 
 def tell_error(communicator: Communicator, error: BaseException, place: str) -> None:
-    """This rank has raised in that ``place`` of its loop, and the other ranks may be waiting for it. They learn it at
-    once, and forget it when this rank goes on."""
+    """Tell the other ranks, which may be waiting for this one, that it has raised in that ``place`` of its loop.
+
+    They learn it at once, and forget it when this rank goes on.
+    """
     agent = None if communicator.group is None else _agents.get(communicator.group)
     # They know of a rank that was lost.
     if agent is not None and isinstance(error, Exception) and not isinstance(error, PeerFailedError):
@@ -101,8 +103,10 @@ def agents() -> list[Agent]:
 
 
 def slowness_warnings() -> list[str]:
-    """The warnings about slow ranks and slow communication so far, over all groups. On the hub, rank 0; nothing
-    elsewhere."""
+    """The warnings about slow ranks and slow communication so far, over all groups.
+
+    They are on the hub, rank 0; elsewhere there are none.
+    """
     return list(_warnings)
 
 
@@ -144,7 +148,7 @@ def _set_up(communicator: ProcessGroupCommunicator) -> Agent | None:
 
 
 def _open(plan: Plan, communicator: ProcessGroupCommunicator) -> Agent:
-    """Step by step: ranks agree on how each went before they begin the next, so that nobody waits for one that failed.
+    """Open the watch step by step: ranks agree on how each step went, so that nobody waits for one that failed.
 
     ConfigurationError on all of them if one cannot.
     """
@@ -197,7 +201,7 @@ def _timeout(communicator: ProcessGroupCommunicator) -> float:
 
 @atexit.register
 def say_goodbye(error: BaseException | None = None) -> None:
-    """At process exit, before its communicators leave: ranks that wait for this one learn that it is in vain.
+    """Tell ranks that wait for this one that it is in vain: at process exit, before its communicators leave.
 
     Also for processes that end by ``os._exit`` after all, which otherwise would look as if they had been killed.
     """
@@ -207,7 +211,7 @@ def say_goodbye(error: BaseException | None = None) -> None:
 
 
 def _script_raised(error: BaseException) -> None:
-    """The process is about to end, unless somebody sits at a prompt, or trains in another thread."""
+    """Say goodbye because of an error that ends the script; unless somebody sits at a prompt, or a thread trains on."""
     others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
     goes_on = hasattr(sys, "ps1") or sys.flags.interactive or any(_trained_by(thread) for thread in others)
     if not goes_on:

@@ -35,17 +35,17 @@ class Position:
 
 
 class Model(Protocol):
-    """The part of a synchronizer that is used here."""
+    """The part of a synchronizer that the watch uses."""
 
     def position(self) -> Position:
-        """May be called on any thread, at any time."""
+        """The position of its engine. May be called on any thread, at any time."""
 
     def describe(self) -> str:
-        """The same at length, in lines."""
+        """The position at length, in lines."""
 
     @property
     def pace(self) -> PaceMeter:
-        """What has measured its windows."""
+        """The meter that has measured its windows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,10 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """``seconds``: how long the status has been the same; ``started``: the number of collectives, by communicator."""
+    """What a rank reports of itself.
+
+    ``seconds``: how long the status has been the same; ``started``: the number of collectives, by communicator.
+    """
 
     windows: int
     phase: str
@@ -76,8 +79,9 @@ UNKNOWN = RankStatus(windows=0, phase="", progress="", seconds=0.0)
 
 
 class Sampler:
-    """Reads the status of the models over one group on this rank, and the ``states`` of the group's communicators, by
-    their numbers.
+    """Reads the status of this rank: of the models over one group, and of the group's communicators.
+
+    ``states`` are the states of these, by their numbers.
     """
 
     def __init__(
@@ -104,8 +108,10 @@ class Sampler:
 
     @property
     def meter(self) -> tuple[int, PaceMeter] | None:
-        """That of the first model, with its number. Always the first that is left: ranks look at different moments, and
-        would compare two models else."""
+        """The meter of the first model that is left, with the model's number.
+
+        Always the first: ranks look at different moments, and would compare two models else.
+        """
         return next(((number, model.pace) for number, each in self._models if (model := each()) is not None), None)
 
     def sample(self, now: float) -> RankStatus:
@@ -129,7 +135,7 @@ class Sampler:
         )
 
     def _current(self) -> Position:
-        """That of the model which is at work, or else has come furthest."""
+        """The position of the model which is at work, or else has come furthest."""
         seen = []
         for model in self.models:
             try:

@@ -62,7 +62,7 @@ class Straggler:
 
     @property
     def slower(self) -> float:
-        """By what share."""
+        """By what share the rank is slower than the others."""
         return self.own / self.others - 1
 
 
@@ -77,14 +77,14 @@ class Slowdown:
 
 
 class _Patience:
-    """How many windows a decision needs at least: twice as many each time that what was found was brief."""
+    """The number of windows that a decision needs at least; doubled each time that what was found was brief."""
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self._lengths = lengths
         self.windows = lengths[0]
 
     def was_brief(self, windows: int) -> bool:
-        """What was found is over, after that many windows."""
+        """Note that what was found is over, after that many windows; returns whether that was brief."""
         is_brief = windows < BRIEF * self.windows
         self.windows = min(self._lengths[-1], 2 * self.windows) if is_brief else self._lengths[0]
         return is_brief
@@ -94,8 +94,9 @@ Found = TypeVar("Found", Straggler, Slowdown)
 
 
 class _Warned(Generic[Found]):
-    """What was ``found`` and warned about, for the first time in window ``since``: again after a minute, then two, four
-    and so on.
+    """What was ``found`` and warned about, for the first time in window ``since``.
+
+    It is warned about again after a minute, then two, four and so on.
     """
 
     def __init__(self, found: Found, now: float) -> None:
@@ -115,7 +116,7 @@ class _Warned(Generic[Found]):
 
 
 class StragglerDetector:
-    """The hub's view of the windows that all ranks have reported."""
+    """Finds a rank that all others wait for, in the windows that all ranks have reported to the hub."""
 
     def __init__(self) -> None:
         self._model, self._window = 0, 0
@@ -143,7 +144,7 @@ class StragglerDetector:
             self._slower[member].add(window.own[member] / others - 1)
 
     def warnings(self, now: float, *, excused: float = 0.0) -> list[Straggler]:
-        """What is new, or due again.
+        """The stragglers to warn about now: new ones, and those whose next warning is due.
 
         No rank is named for up to ``excused`` seconds: communication takes that much more than it did, and collectives
         that gradsync does not know of, which count as a rank's own work, may take that, too.
@@ -175,7 +176,7 @@ class StragglerDetector:
         return excess >= least and found.own >= AS_SLOW * slowest
 
     def _straggler(self, member: int, count: int) -> Straggler:
-        """As it was over its last ``count`` windows."""
+        """A rank's times as a straggler, over its last ``count`` windows."""
         rounds = [each for each in self._rounds if member in each.own][-count:]
         return Straggler(
             member=member,
@@ -209,7 +210,7 @@ LEAST_HISTORY = 20
 
 
 class CommunicationDetector:
-    """The hub's view of communication time, from the windows that all ranks have reported."""
+    """Finds communication that has become slow, in the windows that all ranks have reported to the hub."""
 
     def __init__(self) -> None:
         self._model, self._window = 0, 0
@@ -236,7 +237,7 @@ class CommunicationDetector:
 
     @property
     def is_much(self) -> bool | None:
-        """Whether it takes a good part of the windows; None while that is unknown."""
+        """Whether communication takes a good part of the windows; None while that is unknown."""
         if len(self._times) < COMMUNICATION_LENGTHS[0]:
             return None
         count = COMMUNICATION_LENGTHS[0]
@@ -244,7 +245,7 @@ class CommunicationDetector:
 
     @property
     def rise(self) -> float:
-        """How many seconds per window it takes more now than it did, whether there was a warning or not."""
+        """How many seconds per window communication takes more than it did, whether there was a warning or not."""
         if self._warned is not None:
             return max(0.0, median(self._times.last(BLOCK)) - self._warned.found.before)
         if not self._usual or not self._times.is_high((1 + GROWTH / 2) * self._usual):
@@ -252,7 +253,7 @@ class CommunicationDetector:
         return max(0.0, median(self._times.last(BLOCK)) - self._usual)
 
     def warning(self, now: float) -> Slowdown | None:
-        """What is new, or due again."""
+        """The slowdown to warn about now, if it is new, or due again."""
         if self._warned is not None:
             return self._again(self._warned, now)
         if self._until_known <= 0:

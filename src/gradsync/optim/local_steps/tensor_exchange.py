@@ -79,7 +79,7 @@ class TensorExchange:
                 self._running.append(self.reduction.start(bucket, self._communicator, self._divisor))
         except BaseException:
             self._running = []
-            self.reduction.ended(well=False)
+            self.reduction.window_ended(succeeded=False)
             raise
 
     def _fill(self, bucket: Bucket, tensors: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor] | None) -> None:
@@ -96,14 +96,14 @@ class TensorExchange:
     def wait(self) -> None:
         """Wait until all that was started has arrived, or raise why it has not."""
         handles, self._running = self._running, []
-        well = False
+        succeeded = False
         try:
             for handle in handles:
                 handle.wait()
-            well = True
+            succeeded = True
         finally:
             if handles:
-                self.reduction.ended(well=well)
+                self.reduction.window_ended(succeeded=succeeded)
 
     def results(self, fragments: Sequence[int]) -> dict[int, torch.Tensor]:
         """The means, by the index of their tensors. They lie in buckets, and are valid until the next start."""
