@@ -136,6 +136,15 @@ def test_every_module_says_what_it_exports_and_what_it_is() -> None:
         assert "__all__" in [target.id for target in targets if isinstance(target, ast.Name)], f"{name} has no __all__"
 
 
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for module, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+
+
 def test_errors_are_one_tree() -> None:
     errors = [getattr(gradsync.errors, name) for name in gradsync.errors.__all__]
     assert all(issubclass(error, gradsync.GradsyncError) for error in errors)

@@ -12,12 +12,12 @@ import pytest
 
 from gradsync.errors import CommunicatorLostError
 from gradsync.tools.cli.failure_message import (
-    ExitRecord,
-    ExitRecords,
+    ExitStatement,
+    ExitStatements,
     FailureReport,
-    exit_record_of,
+    exit_statement_of,
     has_launcher,
-    write_exit_record,
+    write_exit_statement,
 )
 from gradsync.tools.cli.launching import run_ranks_of
 from gradsync.tools.launch import Failure, RankPlace
@@ -31,8 +31,8 @@ def failure(rank: int, code: int = 1, at: float = 0.0) -> Failure:
     return Failure(place=PLACES[rank], code=code, at=at)
 
 
-def words(at: float, message: str = "no luck", *, kind: str = "ValueError", consequence: bool = False) -> ExitRecord:
-    return ExitRecord(
+def words(at: float, message: str = "no luck", *, kind: str = "ValueError", consequence: bool = False) -> ExitStatement:
+    return ExitStatement(
         at=at, kind=kind, message=message, trace="" if consequence else "a\nb", is_consequence=consequence
     )
 
@@ -89,9 +89,9 @@ def test_who_obeys_a_signal_is_blamed_last() -> None:
     assert report.lines(PLACES) == []
 
 
-def exits(code: int, at: float, *, consequence: bool = False) -> ExitRecord:
+def exits(code: int, at: float, *, consequence: bool = False) -> ExitStatement:
     message = f"called sys.exit({code}) in line 7 of train.py"
-    return ExitRecord(at=at, kind="SystemExit", message=message, code=code, is_consequence=consequence)
+    return ExitStatement(at=at, kind="SystemExit", message=message, code=code, is_consequence=consequence)
 
 
 def test_a_rank_that_is_ended_on_its_way_out_keeps_its_code() -> None:
@@ -151,23 +151,23 @@ def test_ranks_that_are_seen_to_end_at_once() -> None:
 
 
 def test_an_error_in_whose_handling_another_is_raised_is_its_cause() -> None:
-    def raised_in(first: Exception, then: BaseException) -> ExitRecord:
+    def raised_in(first: Exception, then: BaseException) -> ExitStatement:
         try:
             try:
                 raise first
             finally:
                 raise then
         except BaseException as error:
-            return exit_record_of(error, at=0.0)
+            return exit_statement_of(error, at=0.0)
 
     assert raised_in(CommunicatorLostError("rank 1 is gone"), SystemExit(5)).is_consequence
     assert raised_in(RuntimeError("[gloo] Connection closed by peer [::1]:80"), KeyError("x")).is_consequence
     assert not raised_in(KeyError("x"), ValueError("y")).is_consequence
-    assert exit_record_of(None, at=0.0).code == 0
+    assert exit_statement_of(None, at=0.0).code == 0
 
 
 def test_a_rank_says_who_was_gone_and_its_children_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ExitRecords(3) as records:
+    with ExitStatements(3) as records:
         monkeypatch.setenv(*next(iter(records.variables(1).items())))
         child = os.fork()
         if not child:
@@ -177,22 +177,22 @@ def test_a_rank_says_who_was_gone_and_its_children_say_nothing(monkeypatch: pyte
         assert records.read() == {}
         grandchild = os.fork()
         if not grandchild:
-            os._exit(int(write_exit_record(words(1.0))))
+            os._exit(int(write_exit_statement(words(1.0))))
         assert os.waitpid(grandchild, 0)[1] == 0
-        assert write_exit_record(words(2.0))
-        assert not write_exit_record(words(3.0)), "it has spoken"
+        assert write_exit_statement(words(2.0))
+        assert not write_exit_statement(words(3.0)), "it has spoken"
         assert records.read() == {1: replace(words(2.0), gone=(2,))}
         os.waitpid(child, 0)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"at": "soon"}', b'{"at": 1, "kind": "a"'])
 def test_words_that_were_cut_off_are_none(data: bytes) -> None:
-    assert ExitRecord.read(data) is None
+    assert ExitStatement.read(data) is None
 
 
 def test_nobody_listens_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_launcher()
-    with ExitRecords(1) as records:
+    with ExitStatements(1) as records:
         (name, number), *_ = records.variables(0).items()
         monkeypatch.setenv(name, number)
         assert has_launcher()

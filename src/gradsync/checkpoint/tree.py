@@ -143,7 +143,7 @@ class _Encoder:
         return {"array": self._store(flat, path), "dtype": dtype.str, "shape": list(value.shape)}
 
     def _store(self, tensor: torch.Tensor, path: Path) -> str:
-        """Keep it under its path: a name that says something to whoever opens the file with other tools."""
+        """Keep it under its path: a name that is meaningful in other tools that open the file."""
         # The format takes any text that has a UTF-8 form.
         plain = ".".join(path).encode("utf-8", "backslashreplace").decode() or "tensor"
         name, number = plain, 1

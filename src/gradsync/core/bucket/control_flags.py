@@ -61,7 +61,7 @@ class RequestPlace(enum.IntEnum):
     Before them each rank has a place, which it marks if its backward failed. :func:`step_gate` relies on the order.
     """
 
-    # What all ranks must know, whoever marks it; see :mod:`gradsync.core.engine.step_guard`.
+    # What all ranks must know, no matter which rank marks it; see :mod:`gradsync.core.engine.step_guard`.
     LATE = -6
     # A skip vote, weights that were not announced, and a parameter that is trained again.
     SKIP = -5

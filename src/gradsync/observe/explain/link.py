@@ -12,8 +12,8 @@ __all__ = ["BucketCost", "fit_line", "fit_link"]
 
 # Sizes that are less than this apart do not tell latency and bandwidth apart.
 APART = 2.0
-# Two collectives may be under way at a time, and the end of one says little of its own bytes: so many neighbours are
-# looked at together, where there are enough of them.
+# Two collectives may be under way at a time, and the end of one says little of its own bytes: this many neighbours are
+# looked at together, if there are enough of them.
 TOGETHER = 8
 # A backward whose thread is on a core for less than this share of it waits for something else that computes.
 COMPUTES = 0.5

@@ -101,7 +101,7 @@ class Gather:
         self.is_finished = False
 
     def announce(self) -> None:
-        """Have whoever reads one of the parameters ask here first, from now on."""
+        """From now on, have every reader of one of the parameters ask here first."""
         for parameter in self._parameters:
             # Before what it waits for: pickling an ordinary parameter takes along all its attributes.
             parameter.__class__ = AwaitedParameter

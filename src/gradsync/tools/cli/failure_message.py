@@ -34,16 +34,16 @@ __all__ = [
     "INTERRUPTED",
     "OPTION",
     "WRONG_USE",
-    "ExitRecord",
-    "ExitRecords",
+    "ExitStatement",
+    "ExitStatements",
     "FailureReport",
     "exit_code_of",
-    "exit_record_of",
+    "exit_statement_of",
     "has_launcher",
     "one_line",
     "refusing",
     "report_exit",
-    "write_exit_record",
+    "write_exit_statement",
 ]
 
 DEBUG = "GRADSYNC_DEBUG"
@@ -94,7 +94,7 @@ def one_line(error: BaseException) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitRecord:
+class ExitStatement:
     """Why a rank ends: ``at`` what time of day, with which exit ``code``, and whether only because of another rank.
 
     ``gone`` are the ranks whose processes had ended by then. ``is_printed``: the rank prints its error itself.
@@ -110,7 +110,7 @@ class ExitRecord:
     gone: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, data: bytes) -> "ExitRecord | None":
+    def read(cls, data: bytes) -> "ExitStatement | None":
         try:
             return from_json(cls, json.loads(data))
         except ValueError:
@@ -148,20 +148,22 @@ def report_exit(error: BaseException, *, at: float, then: Callable[[BaseExceptio
     """
     is_plain = isinstance(error, GradsyncError) and os.environ.get(DEBUG, "") in ("", "0")
     # What gradsync says is written to be understood without one.
-    record = exit_record_of(error, at=at, trace="" if is_plain else _trace_of(error))
-    has_launcher = not isinstance(error, KeyboardInterrupt) and write_exit_record(record)
+    record = exit_statement_of(error, at=at, trace="" if is_plain else _trace_of(error))
+    has_launcher = not isinstance(error, KeyboardInterrupt) and write_exit_statement(record)
     if then is not None:
         then(error)
     if has_launcher:
         os._exit(exit_code_of(error))
 
 
-def exit_record_of(error: BaseException | None, *, at: float, trace: str = "", is_printed: bool = False) -> ExitRecord:
+def exit_statement_of(
+    error: BaseException | None, *, at: float, trace: str = "", is_printed: bool = False
+) -> ExitStatement:
     """The record of ``error``; None: the script has come to its end."""
     if error is None:
-        return ExitRecord(at=at, kind="", message="came to the end of its script", code=0)
+        return ExitStatement(at=at, kind="", message="came to the end of its script", code=0)
     is_exit = isinstance(error, SystemExit)
-    return ExitRecord(
+    return ExitStatement(
         at=at,
         kind=SystemExit.__name__ if is_exit else type(error).__name__,
         message=f"called {exit_call(error)}" if isinstance(error, SystemExit) else one_line(error),
@@ -172,7 +174,7 @@ def exit_record_of(error: BaseException | None, *, at: float, trace: str = "", i
     )
 
 
-def write_exit_record(record: ExitRecord) -> bool:
+def write_exit_statement(record: ExitStatement) -> bool:
     """Leave it with the launcher, once; returns whether there is one that reads it."""
     descriptor = _descriptor()
     if descriptor is None:
@@ -227,7 +229,7 @@ def _trace_of(error: BaseException) -> str:
 # -- in the launcher --------------------------------------------------------------------------------------------------
 
 
-class ExitRecords:
+class ExitStatements:
     """The memory in which ranks leave exit records. Until then it holds the process ids, from the launcher."""
 
     def __init__(self, ranks: int) -> None:
@@ -239,7 +241,7 @@ class ExitRecords:
             self.__exit__()
             raise
 
-    def __enter__(self) -> "ExitRecords":
+    def __enter__(self) -> "ExitStatements":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -258,9 +260,9 @@ class ExitRecords:
             if not _content(memory):
                 os.pwrite(memory, data, 0)
 
-    def read(self) -> dict[int, ExitRecord]:
+    def read(self) -> dict[int, ExitStatement]:
         """The exit records that ranks have left, by rank."""
-        records = {rank: ExitRecord.read(_content(memory)) for rank, memory in enumerate(self._memories)}
+        records = {rank: ExitStatement.read(_content(memory)) for rank, memory in enumerate(self._memories)}
         return {rank: record for rank, record in records.items() if record is not None}
 
 
@@ -286,7 +288,7 @@ class FailureReport:
 
     early: Sequence[Failure]
     failures: Sequence[Failure]
-    records: Mapping[int, ExitRecord]
+    records: Mapping[int, ExitStatement]
     signals: Sequence[signal.Signals] = ()
     stopped_at: float = math.inf
 
@@ -342,7 +344,7 @@ class FailureReport:
         return failure.code == WRONG_USE and (record is None or not record.is_exit)
 
     @property
-    def explanation(self) -> ExitRecord | None:
+    def explanation(self) -> ExitStatement | None:
         """The exit record of the first rank, if it left one of a failure."""
         record = self.records.get(self.first.place.rank)
         return record if record is not None and record.code else None
@@ -362,7 +364,7 @@ class FailureReport:
             lines += [self._describe(place, own) for place in places if place.rank not in described]
         return lines
 
-    def _left_before(self, rank: int, own: ExitRecord) -> bool:
+    def _left_before(self, rank: int, own: ExitStatement) -> bool:
         """Whether a rank had ended with 0 when the first one failed, which only lost another rank."""
         record = self.records.get(rank)
         if not own.is_consequence or any(failure.place.rank == rank for failure in self.failed):
@@ -375,7 +377,7 @@ class FailureReport:
         record = self.records.get(place.rank)
         return f"it {record.message}" if record is not None else "without a word of it"
 
-    def _describe(self, place: RankPlace, first: ExitRecord | None) -> str:
+    def _describe(self, place: RankPlace, first: ExitStatement | None) -> str:
         record = self.records.get(place.rank)
         if record is not None and record.code:
             if first is not None and (record.kind, record.message) == (first.kind, first.message):
@@ -389,18 +391,18 @@ class FailureReport:
         return f"{place} was ended with the others"
 
 
-def _without_repetition(record: ExitRecord, first: ExitRecord | None) -> ExitRecord:
+def _without_repetition(record: ExitStatement, first: ExitStatement | None) -> ExitStatement:
     """A rank that lost another repeats its error, which has just been shown. Short ones may stand twice."""
     beginning = first.message[:REPEATED] if first is not None else ""
     known, found, _ = record.message.partition(beginning) if len(beginning) == REPEATED else (record.message, "", "")
     return replace(record, message=f"{known.rstrip(': ')}, as above") if known and found else record
 
 
-def _is_cause(record: ExitRecord) -> bool:
+def _is_cause(record: ExitStatement) -> bool:
     return bool(record.code) and not record.is_consequence
 
 
-def _describe_first(failure: Failure, record: ExitRecord) -> str:
+def _describe_first(failure: Failure, record: ExitStatement) -> str:
     if record.is_exit:
         return f"{failure.place} failed first: it {record.message}"
     if record.is_printed:
@@ -412,7 +414,7 @@ def _describe_first(failure: Failure, record: ExitRecord) -> str:
     )
 
 
-def _describe_later(place: RankPlace, record: ExitRecord) -> str:
+def _describe_later(place: RankPlace, record: ExitStatement) -> str:
     if record.trace and not record.is_printed:
         return f"{place} then failed:\n{record.trace.rstrip()}"
     message = record.message if len(record.message) <= LINE_LENGTH else f"{record.message[:LINE_LENGTH]}…"

@@ -137,7 +137,7 @@ def heal(host: HostIndex, name: Name = "default") -> None:
 
 @lab.command()
 def down(name: Name = "default") -> None:
-    """Remove a lab and end all that runs in it, whoever made it."""
+    """Remove a lab and end all that runs in it, no matter who made it."""
     if not take_down(name):
         others = ", ".join(lab_names())
         raise ConfigurationError(f"the lab {name} is not up" + (f"; these are: {others}" if others else ""))

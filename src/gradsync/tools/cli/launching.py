@@ -23,7 +23,7 @@ from gradsync.base.environment import LOOPBACK, read_environment
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.logs import join_names
 from gradsync.health.elastic import LIGHTHOUSE, Elastic, Lighthouse
-from gradsync.tools.cli.failure_message import WRONG_USE, ExitRecords, FailureReport, refusing
+from gradsync.tools.cli.failure_message import WRONG_USE, ExitStatements, FailureReport, refusing
 from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
 from gradsync.tools.launch import RESTART_COUNT, SHELL_SIGNAL_BASE, Failure, RankPlace, RankProcesses, standalone
 
@@ -163,7 +163,7 @@ def run_ranks_of(
     failure: Failure | None = None
     for count in range(max_restarts + 1):
         with (
-            _exit_records(nproc) as records,
+            _exit_statements(nproc) as records,
             _places(nproc, (count, max_restarts), sharing) as places,
             RankProcesses(grace_seconds) as ranks,
         ):
@@ -180,9 +180,9 @@ def run_ranks_of(
     return failure.exit_code
 
 
-def _exit_records(nproc: int) -> ExitRecords:
+def _exit_statements(nproc: int) -> ExitStatements:
     try:
-        return ExitRecords(nproc)
+        return ExitStatements(nproc)
     except OSError as error:
         raise ConfigurationError(
             f"--nproc {nproc} is more than this process may start: {error}. Start fewer ranks, or raise the limit "
@@ -201,7 +201,7 @@ def _places(nproc: int, restarts: tuple[int, int], sharing: SharedGpuPlan | None
 
 
 def _run(
-    ranks: RankProcesses, places: Sequence[RankPlace], command: list[str], grace: float, records: ExitRecords
+    ranks: RankProcesses, places: Sequence[RankPlace], command: list[str], grace: float, records: ExitStatements
 ) -> FailureReport:
     """The ranks from their start to the end of all: which have failed, and the signals that had come before."""
     with ranks.noting_signals():
@@ -217,7 +217,7 @@ def _run(
         )
 
 
-def _await_cause(ranks: RankProcesses, records: ExitRecords, seconds: float) -> list[Failure]:
+def _await_cause(ranks: RankProcesses, records: ExitStatements, seconds: float) -> list[Failure]:
     """The ranks that failed by themselves. If they have only lost another rank, that one has ``seconds`` to say why:
     its connections may be closed long before it ends, by a ``finally``."""
     deadline = time.monotonic() + seconds

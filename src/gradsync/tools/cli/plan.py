@@ -1,4 +1,4 @@
-"""``gradsync plan``: what a step takes at so many ranks, what would be faster, how fast a link must be."""
+"""``gradsync plan``: step times on many ranks, what would be faster, and how fast a link must be."""
 
 import json
 import math

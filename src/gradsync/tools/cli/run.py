@@ -17,7 +17,7 @@ from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError, PeerFailedError
 from gradsync.observe.explain import explain_recordings
 from gradsync.observe.recording import find_recordings, read_models
-from gradsync.tools.cli.failure_message import FAILED, exit_record_of, write_exit_record
+from gradsync.tools.cli.failure_message import FAILED, exit_statement_of, write_exit_statement
 from gradsync.tools.cli.launching import MPS_HELP, ONE_GPU_HELP, GpuChoice, inside_a_launch, run_ranks_of
 from gradsync.tools.run.account import Account, find_accounts, read_account, summarize
 from gradsync.tools.run.script import UserScript, all_accounts, common_folder, end_rank, run_rank, traceback_of
@@ -97,12 +97,12 @@ def _report_to_launcher(ended: BaseException | None) -> bool:
     if not isinstance(ended, Exception):
         # Python itself shows what is neither an error nor an exit: KeyboardInterrupt, asyncio.CancelledError.
         is_printed |= not (ended is None or isinstance(ended, SystemExit))
-        return write_exit_record(exit_record_of(ended, at=at, is_printed=is_printed))
+        return write_exit_statement(exit_statement_of(ended, at=at, is_printed=is_printed))
     # Where a script was when another rank failed does not explain the failure.
     has_trace = not isinstance(ended, PeerFailedError)
     trace = traceback.format_exception(ended.with_traceback(traceback_of(ended))) if has_trace else []
-    record = exit_record_of(ended, at=at, trace="".join(trace), is_printed=is_printed)
-    return write_exit_record(replace(record, code=FAILED)) and not is_printed
+    record = exit_statement_of(ended, at=at, trace="".join(trace), is_printed=is_printed)
+    return write_exit_statement(replace(record, code=FAILED)) and not is_printed
 
 
 def _prints_its_errors() -> bool:

@@ -353,7 +353,7 @@ class _SleepingClock:
         self._host = 0.0
 
     def start(self) -> None:
-        """Start anew: no layer comes before the next."""
+        """Start again: no layer comes before the next."""
         self._host = time.thread_time() + _queued_seconds()
 
     def begin(self, seconds: float) -> None:

@@ -122,7 +122,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
                 self._write_events(record)
 
     def note(self, step: int, text: str) -> None:
-        """Adds a remark for whoever reads the run: resumed, a step skipped, a fallback taken."""
+        """Adds a remark for readers of the run: resumed, a step skipped, a fallback taken."""
         self.append({"kind": "note", "step": step, "text": text})
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:

@@ -136,7 +136,7 @@ class FileSource:
 
 
 def blocks_of(file: BinaryIO, least: int) -> Iterator[bytes]:
-    """What a file holds, in blocks that end with the first line end after so many bytes."""
+    """What a file holds, in blocks that end with the first line end after a number of bytes."""
     while block := file.read(least):
         yield block + file.readline()
 
@@ -195,7 +195,7 @@ class HuggingFaceSource:
     """A dataset that the library datasets loads.
 
     [Note: revisions] A dataset of the hub is known by its name alone: asking for its revision would need the network in
-    every run. Whoever wants a newer one removes the token file, ``TokenFile.path``.
+    every run. To get a newer one, remove the token file, ``TokenFile.path``.
     """
 
     name: str

@@ -91,7 +91,7 @@ def _of_phases(run: Run) -> TimeShares | None:
 
 
 def first_step(run: Run, explanation: Explanation) -> int:
-    """What the run calls the first step of its recording, which begins anew where the run was resumed."""
+    """What the run calls the first step of its recording, which starts again where the run was resumed."""
     last = int(run.steps[-1]["step"]) if run.steps else 0
     return max(0, last - explanation.timeline.recordings[0].total) + 1
 
