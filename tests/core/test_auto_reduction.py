@@ -16,6 +16,7 @@ from gradsync.core.reduction.measurement import Speed
 from gradsync.errors import ConfigurationError
 from gradsync.reduction import Auto, Mean, Reduction, reduction_by_name
 from gradsync.testing import run_ranks
+from tests.ranks import seeded
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from gradsync.base.errors import MisuseError
 from gradsync.core.bucket import Bucket
@@ -43,6 +44,9 @@ class BucketClient(Protocol):
     @property
     def whole(self) -> Reduction:
         """The reduction to the mean of every gradient on every rank, which would be used without the client."""
+
+    def before_forward(self, module: nn.Module, *, is_compiled: bool) -> None:
+        """Prepare for a forward of ``module``. ``is_compiled``: by a compiler that sees all that it calls."""
 
     def leave(self) -> None:
         """Finish what is in flight in the buckets: they are needed for gradients."""
@@ -238,6 +242,6 @@ class GradientStore:
         payload[rank * share : (rank + 1) * share].mul_(communicator.world_size)
 
 
-def _is_kept(parameter: torch.nn.Parameter, view: torch.Tensor) -> bool:
+def _is_kept(parameter: nn.Parameter, view: torch.Tensor) -> bool:
     """Whether a parameter's gradient is still there: neither gone nor zeroed."""
     return parameter.grad is view and not is_zeroed(view)

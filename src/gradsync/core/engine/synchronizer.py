@@ -10,7 +10,6 @@ have accumulated before, under ``no_sync()``; the closure's backward then ends t
 other step are made after each call of the closure.
 """
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -35,7 +34,7 @@ from gradsync.core.reduction import Reduction
 from gradsync.core.window import Reported, Window, WindowState, has_nonzero_gradients, has_unattached_gradients
 from gradsync.health.watch import PaceMeter, Position, tell_error
 
-__all__ = ["Synchronizer", "compiler_here", "has_compiled", "synchronizer_of"]
+__all__ = ["Synchronizer", "compiler_here", "synchronizer_of"]
 
 # The synchronizer that averages a parameter's gradient: the last that was given the parameter.
 _owners: "MutableMapping[torch.Tensor, weakref.ref[Synchronizer]]" = WeakIdKeyDictionary()
@@ -50,14 +49,6 @@ def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
 # The compiler of the functions that are called from here, if any. It must be called in the very frame that asks, one
 # that is not compiled itself.
 compiler_here: Any = get_eval_frame_callback
-
-
-def has_compiled(module: nn.Module) -> bool:
-    """Whether any part of ``module`` was given to the compiler."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and any(
-        isinstance(part, dynamo.OptimizedModule) or part._compiled_call_impl is not None for part in module.modules()
-    )
 
 
 CAPTURED = (
@@ -207,6 +198,7 @@ class Synchronizer:
         self._refusal = reason
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def before_forward(self, module: nn.Module, compiler: Any = None) -> None:
         """Prepare for a forward of ``module``, with gradients on or off; compiled if ``compiler`` is given."""
         if self._refusal is not None:
@@ -215,9 +207,8 @@ class Synchronizer:
         if self.engine.observer is not None and not torch.is_grad_enabled():
             self.engine.observer.evaluation_began()
         client = self.engine.store.client
-        if client is not None and (compiler or has_compiled(module)):
-            # The compiler recompiles for parameters of a different class, such as parameters that are still awaited.
-            client.leave()
+        if client is not None:
+            client.before_forward(module, is_compiled=bool(compiler))
 
     def begin_forward(self) -> None:
         """Prepare for a forward with gradients on, which is about to run."""

@@ -25,6 +25,7 @@ from gradsync.core.bucket.sizes import SMALLEST_BUCKET
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.reduction import Cast, Mean, Reduction, ScatteredMean
 from gradsync.core.reduction.shared_gradient import SharedGradient
+from gradsync.optim.sharded.compiled_regions import await_before_regions
 from gradsync.optim.sharded.gather import AwaitedParameter, Gathers, await_before_forward
 from gradsync.optim.sharded.mode import ChosenMode, Mode
 from gradsync.optim.sharded.share import is_narrow
@@ -156,6 +157,13 @@ class BucketOptimizer(torch.optim.Optimizer):
     def flush(self) -> None:
         """Wait until all parameters have their new values."""
         self._gathers.finish()
+
+    def before_forward(self, module: nn.Module, *, is_compiled: bool) -> None:
+        """Have compiled code find ordinary parameters: :class:`~gradsync.core.engine.gradient_store.BucketClient`."""
+        if is_compiled:
+            self.flush()
+        else:
+            await_before_regions(module)
 
     def leave(self) -> None:
         """The buckets are needed for gradients: :class:`~gradsync.core.engine.gradient_store.BucketClient`."""

@@ -32,7 +32,7 @@ from gradsync.base.errors import GradsyncError
 from gradsync.core.reduction.shared_gradient import WITHOUT_VALUES
 from gradsync.optim.sharded.update_thread import UpdateThread, end_records_at_once
 
-__all__ = ["AwaitedParameter", "Gather", "Gathers", "await_before_forward", "error_for_later"]
+__all__ = ["AwaitedParameter", "Gather", "Gathers", "await_before_forward", "await_parameters", "error_for_later"]
 
 # What says nothing of values, and need not wait for them. Python runs none of its own code inside of these: a signal
 # handler would find the class of parameters switched off there.
@@ -214,7 +214,14 @@ def await_before_forward(module: nn.Module) -> None:
 
 
 def _await_own(module: nn.Module, args: Any) -> None:
-    _finish(each for each in module._parameters.values() if type(each) is AwaitedParameter)
+    # What is compiled has waited: see compiled_regions.py.
+    if not torch.compiler.is_compiling():
+        await_parameters(module._parameters.values())
+
+
+def await_parameters(parameters: Iterable[nn.Parameter | None]) -> None:
+    """Wait for those that are awaited."""
+    _finish(each for each in parameters if type(each) is AwaitedParameter)
 
 
 def _finish(awaited: Iterable[AwaitedParameter]) -> None:
