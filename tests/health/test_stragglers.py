@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 
 import pytest
 import torch
@@ -24,8 +25,14 @@ from gradsync.health.watch import leave_watch
 from gradsync.health.watch import slowness_warnings as said_so_far
 from gradsync.health.watch.messages import Member, slow_communication, straggler_text
 from gradsync.health.watch.pace_meter import MOST_WINDOWS, NO_PACE, Pace, PaceMeter, read_pace
-from gradsync.health.watch.pace_reports import LONGEST_SECONDS, SHORTEST_SECONDS, PaceDetector, PaceReporter, Pacing
-from gradsync.health.watch.rounds import Round, Rounds, against_the_others, median
+from gradsync.health.watch.pace_reports import (
+    LONGEST_SECONDS,
+    SHORTEST_SECONDS,
+    PaceDetector,
+    PaceReporter,
+    Pacing,
+    Rounds,
+)
 from gradsync.health.watch.status import Sampler
 from gradsync.health.watch.stragglers import (
     AS_SLOW,
@@ -33,9 +40,11 @@ from gradsync.health.watch.stragglers import (
     OVER,
     SLOWER,
     CommunicationDetector,
+    Round,
     Slowdown,
     Straggler,
     StragglerDetector,
+    against_the_others,
 )
 from tests.fuse import Explosion, Fuse
 from tests.ranks import RankPool, ThreadRanks

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from gradsync.observe.charts.canvas import PARTS
-from gradsync.observe.charts.notebook import Piece, frame, heading, legend, lines, strip, table
 from gradsync.observe.charts.numbers import count, duration, size
+from gradsync.observe.charts.page import Piece, frame, heading, legend, lines, strip, table
 from gradsync.observe.recording.files import GatherTimes
 from gradsync.observe.recording.marks import START, Gather, Marker, Marks, read_step
 

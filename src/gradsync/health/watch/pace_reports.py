@@ -11,7 +11,7 @@ the beginning if most of a window is spent waiting for it.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
@@ -19,11 +19,10 @@ from gradsync.health.watch.links import LinkMeter, Sent, find_slow_link, read_se
 from gradsync.health.watch.messages import Member, slow_communication, slow_link, straggler_text
 from gradsync.health.watch.pace_meter import Pace, PaceMeter, read_pace
 from gradsync.health.watch.protocol import HUB
-from gradsync.health.watch.rounds import Rounds
 from gradsync.health.watch.status import Sampler
-from gradsync.health.watch.stragglers import CommunicationDetector, StragglerDetector
+from gradsync.health.watch.stragglers import CommunicationDetector, Round, StragglerDetector
 
-__all__ = ["PaceDetector", "PaceReporter", "Pacing"]
+__all__ = ["PaceDetector", "PaceReporter", "Pacing", "Rounds"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -59,6 +58,57 @@ class PaceReporter:
             return None
         self._reported = number, pace.last
         return pace
+
+
+# Windows that some rank has not reported yet. A rank that is further behind no longer reports older ones.
+MOST_OPEN = 256
+
+
+class Rounds:
+    """Collects the reports of ``members`` ranks into rounds."""
+
+    def __init__(self, members: int) -> None:
+        self.members = set(range(members))
+        self._model = 0
+        self._open: dict[int, dict[int, tuple[float, float]]] = {}
+        self._done = 0
+
+    def add(self, member: int, pace: Pace) -> Iterator[Round]:
+        """Add a report, and return the windows that all ranks have reported now, in their order."""
+        if not pace.own or pace.model < self._model or member not in self.members:
+            return
+        if pace.model > self._model:
+            # The first model is gone: all ranks come to the next one.
+            self._model, self._open, self._done = pace.model, {}, 0
+        first = pace.last - len(pace.own) + 1
+        for window, times in enumerate(zip(pace.own, pace.waited, strict=True), first):
+            if window <= self._done:
+                continue
+            reports = self._open.setdefault(window, {})
+            reports[member] = times
+            if len(reports) == len(self.members):
+                yield self._close(window)
+        while len(self._open) > MOST_OPEN:
+            del self._open[min(self._open)]
+
+    def forget(self, member: int) -> None:
+        """Forget a rank that will report no more windows."""
+        self.members.discard(member)
+        self._open = {}
+
+    def _close(self, window: int) -> Round:
+        reports = self._open.pop(window)
+        self._done = window
+        for missed in [number for number in self._open if number < window]:
+            del self._open[missed]
+        worked = {member: times for member, times in sorted(reports.items()) if times[0] > 0}
+        return Round(
+            model=self._model,
+            window=window,
+            own={member: own for member, (own, _) in worked.items()},
+            waited={member: waited for member, (_, waited) in worked.items()},
+            is_whole=len(worked) == len(self.members),
+        )
 
 
 class PaceDetector:
