@@ -17,47 +17,22 @@ from typing import Any
 
 from gradsync.health.watch.links import LinkMeter, Sent, find_slow_link, read_sent
 from gradsync.health.watch.messages import Member, slow_communication, slow_link, straggler_text
-from gradsync.health.watch.pace_meter import Pace, PaceMeter, read_pace
+from gradsync.health.watch.pace_meter import Pace, read_pace
 from gradsync.health.watch.protocol import HUB
 from gradsync.health.watch.status import Sampler
 from gradsync.health.watch.stragglers import CommunicationDetector, Round, StragglerDetector
 
-__all__ = ["PaceDetector", "PaceReporter", "Pacing", "Rounds"]
+__all__ = ["PaceDetector", "Pacing", "Rounds"]
 
 LOGGER = logging.getLogger("gradsync")
 
 Message = dict[str, Any]
-Meter = tuple[int, PaceMeter]
 
 # With the ten of a first look that is less than 20.
 WINDOWS_AT_A_TIME = 8
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.05, 1.0
 # What the hub receives in a second, from all ranks together.
 MOST_REPORTS = 500
-
-
-class PaceReporter:
-    """Reports the windows of one rank, out of ``members`` ranks."""
-
-    def __init__(self, members: int) -> None:
-        self._shortest = max(SHORTEST_SECONDS, members / MOST_REPORTS)
-        # The model, and its last window that was reported.
-        self._reported = (0, 0)
-        # When to ask it next.
-        self.next = 0.0
-
-    def report(self, meter: Meter | None, now: float) -> Pace | None:
-        """The pace of the windows that are new, of the model of that number."""
-        number, measured = meter or (0, None)
-        seconds = LONGEST_SECONDS if measured is None else WINDOWS_AT_A_TIME * measured.seconds
-        self.next = now + max(self._shortest, min(LONGEST_SECONDS, seconds))
-        if measured is None or self._reported == (number, measured.count):
-            return None
-        pace = measured.since(self._reported[1] if self._reported[0] == number else 0, model=number)
-        if not pace.own:
-            return None
-        self._reported = number, pace.last
-        return pace
 
 
 # Windows that some rank has not reported yet. A rank that is further behind no longer reports older ones.
@@ -185,13 +160,13 @@ class Pacing:
     ) -> None:
         """``send`` reaches the hub, or from the hub all others; ``warn`` is for people."""
         self._me, self._sampler, self._send, self._warn = me, sampler, send, warn
-        self._reporter, self._detector, self._links = PaceReporter(len(members)), PaceDetector(members), LinkMeter()
+        self._detector, self._links = PaceDetector(members), LinkMeter()
+        self._shortest = max(SHORTEST_SECONDS, len(members) / MOST_REPORTS)
+        # The model, and its last window that was reported.
+        self._reported = (0, 0)
+        # When :meth:`tick` is to be called next.
+        self.next = 0.0
         self._has_failed = False
-
-    @property
-    def next(self) -> float:
-        """The time at which :meth:`tick` is to be called."""
-        return math.inf if self._has_failed else self._reporter.next
 
     def tick(self, now: float) -> None:
         """Report the windows that are new."""
@@ -211,16 +186,20 @@ class Pacing:
         try:
             action(*arguments)
         except Exception:
-            self._has_failed = True
+            self._has_failed, self.next = True, math.inf
             LOGGER.exception(
                 "slow ranks are not looked for any more, by an error of gradsync; lost ones still are. Please report it"
             )
 
     def _tick(self, now: float) -> None:
-        meter = self._sampler.meter
-        pace = self._reporter.report(meter, now)
-        if pace is not None:
-            self._pass_on({"pace": asdict(pace)}, now)
+        number, meter = self._sampler.meter or (0, None)
+        seconds = LONGEST_SECONDS if meter is None else WINDOWS_AT_A_TIME * meter.seconds
+        self.next = now + max(self._shortest, min(LONGEST_SECONDS, seconds))
+        if meter is not None and self._reported != (number, meter.count):
+            pace = meter.since(self._reported[1] if self._reported[0] == number else 0, model=number)
+            if pace.own:
+                self._reported = number, pace.last
+                self._pass_on({"pace": asdict(pace)}, now)
         sent = self._links.result(self._windows, now)
         if sent is not None:
             self._pass_on({"links": [astuple(each) for each in sent]}, now)
