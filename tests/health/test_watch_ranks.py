@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -83,6 +84,32 @@ class Training:
     def digest(self) -> str:
         parameters = b"".join(parameter.detach().numpy().tobytes() for parameter in self.model.parameters())
         return hashlib.sha256(parameters).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What became of a process."""
+
+    pid: int
+    code: int
+    output: str
+
+
+def run_processes(function: Callable[..., None], size: int, *arguments: object, **variables: str) -> list[Ended]:
+    """Ranks that are processes of their own: each runs the function with its rank, their number and a free port."""
+    port, variables = free_port(), os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | variables
+    name = f"{function.__module__}:{function.__name__}"
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
+        ranks = [
+            fork(name, rank, size, port, *arguments, output=file, variables=variables)
+            for rank, file in enumerate(files)
+        ]
+        for rank in ranks:
+            stack.callback(rank.kill_all)
+        codes = [rank.wait(90) for rank in ranks]
+        said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in files]
+    return [Ended(pid=rank.pid, code=code, output=text) for rank, code, text in zip(ranks, codes, said, strict=True)]
 
 
 # -- ranks that end ---------------------------------------------------------------------------------------------------
@@ -157,23 +184,10 @@ EXIT_LINE = next(
     ],
 )
 def test_a_script_that_leaves_its_loop_is_named_with_the_reason(how: str, told: str) -> None:
-    port, size = free_port(), 2
-    with ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        function = f"{__name__}:train_as_a_script"
-        ranks = [
-            fork(function, rank, size, port, how, output=file, variables=variables) for rank, file in enumerate(files)
-        ]
-        for rank in ranks:
-            stack.callback(rank.kill_all)
-        for rank in ranks:
-            rank.wait(60)
-        files[0].seek(0)
-        said = files[0].read().decode()
-    assert f"CommunicatorLostError: rank 1 (process {ranks[1].pid} on " in said
-    assert told in said
-    assert ", in window " in said
+    first, second = run_processes(train_as_a_script, 2, how)
+    assert f"CommunicatorLostError: rank 1 (process {second.pid} on " in first.output
+    assert told in first.output
+    assert ", in window " in first.output
 
 
 def end_early() -> None:
@@ -427,17 +441,8 @@ def dump_while_one_sleeps(rank: int, size: int, port: int) -> None:
 
 
 def test_ranks_write_where_they_stand_when_one_is_asked(tmp_path: Path) -> None:
-    port, size = free_port(), 2
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "GRADSYNC_DUMP": str(tmp_path)}
-    with ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
-        ranks = [
-            fork(f"{__name__}:dump_while_one_sleeps", rank, size, port, output=file, variables=variables)
-            for rank, file in enumerate(files)
-        ]
-        for rank in ranks:
-            stack.callback(rank.kill_all)
-        assert [rank.wait(90) for rank in ranks] == [0, 0], [os.pread(file.fileno(), 10_000, 0) for file in files]
+    ranks = run_processes(dump_while_one_sleeps, 2, GRADSYNC_DUMP=str(tmp_path))
+    assert [rank.code for rank in ranks] == [0, 0], ranks
     first = json.loads((tmp_path / "rank-0.json").read_text())
     assert first["process"] == ranks[0].pid
     assert "synchronizing: gradients are on their way to all ranks" in first["models"][0]
