@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import os
 import socket
 import tempfile
@@ -31,6 +30,8 @@ from gradsync.health.watch.messages import Member, slow_link
 from gradsync.health.watch.pace_meter import Pace
 from gradsync.health.watch.pace_reports import PaceDetector
 from gradsync.lab import Lab, LabPlan, Rate, fork_ranks
+from tests.health.test_watch_ranks import Heard
+from tests.processes import eventually
 from tests.tools.test_lab import needs_lab
 
 pytestmark = pytest.mark.timeout(120)
@@ -132,9 +133,7 @@ def test_the_kernel_counts_what_is_sent() -> None:
             while left:
                 left -= len(far.recv(left))
         # The other end may take its time to say that it has them.
-        deadline = time.monotonic() + 30
-        while read_links()[way][0] < all_of_it and time.monotonic() < deadline:
-            time.sleep(0.01)
+        assert eventually(lambda: read_links()[way][0] >= all_of_it)
         assert meter.result(7 + WINDOWS - 1, 0.0) is None
         sent = {(each.source, each.target): each for each in meter.result(7 + WINDOWS, 0.0) or ()}
         assert sent[way].size == 500_000
@@ -191,12 +190,7 @@ BECOMES = 50
 
 
 def train_over_a_link_that_becomes_slow(lab: Lab, answer: Path) -> None:
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    said: list[str] = []
-    logging.getLogger("gradsync").addHandler(Listener())
+    said = Heard().lines
     dist.init_process_group("gloo")
     model = gradsync.DistributedDataParallel(nn.Linear(512, 512))
     # Not to the last step: on a busy machine it may take longer to be sure.

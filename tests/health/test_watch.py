@@ -34,6 +34,7 @@ from gradsync.health.watch.protocol import HUB, LARGEST, Frames, Line, ProtocolE
 from gradsync.health.watch.status import UNKNOWN, Position, RankStatus, Sampler, Wait
 from gradsync.tools.cli.main import app
 from tests.fuzz_sockets import Doors, Stranger
+from tests.processes import eventually
 from tests.ranks import pool_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -399,15 +400,6 @@ def test_addresses_are_those_of_the_chosen_interface_and_no_others(monkeypatch: 
     assert own_addresses() == [(2, "10.1.2.3")], "the loopback is for hosts by name only"
 
 
-def until(condition: Any, seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def lines_that_end() -> dict[str, Any]:
     """One rank says goodbye, one is cut off by a line that breaks, one is gone: who hears what."""
     with Hub(4) as hub:
@@ -417,7 +409,7 @@ def lines_that_end() -> dict[str, Any]:
         lines[2].connection.sendall(b"\xff" * 100)
         lines[3].close()
         exits = hub.agent._detector.exits
-        assert until(lambda: {1, 3} <= set(exits) and 2 not in hub.agent._lines)
+        assert eventually(lambda: {1, 3} <= set(exits) and 2 not in hub.agent._lines)
         told = hub.agent.failure_message("The wire failed")
         return {"endings": {rank: each.left for rank, each in exits.items()}, "told": told}
 
@@ -438,7 +430,7 @@ def watch_that_fails() -> tuple[list[dict[str, Any]], str]:
             raise ZeroDivisionError("unforeseen")
 
         hub.agent.sampler.sample = fail  # type: ignore[method-assign]
-        assert until(lambda: not hub.agent._thread.is_alive())
+        assert eventually(lambda: not hub.agent._thread.is_alive())
         line.connection.settimeout(5.0)
         messages = []
         while not line.end:
@@ -471,7 +463,7 @@ def lose_what_waits() -> tuple[str, str, str]:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        assert until(lambda: bool(busy.state.waits))
+        assert eventually(lambda: bool(busy.state.waits))
         line.close()
         thread.join(20)
         time.sleep(2 * GRACE_SECONDS)

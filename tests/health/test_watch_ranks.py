@@ -32,6 +32,7 @@ from gradsync.errors import CommunicatorLostError, ConfigurationError
 from gradsync.health.watch import detector, dump, set_up
 from gradsync.lab import fork_ranks
 from gradsync.tools.cli.main import app
+from tests.processes import eventually
 from tests.ranks import RankError, RankPool, pool_of
 from tests.scripts import free_port
 from tests.zygote import fork
@@ -198,9 +199,7 @@ def end_early() -> None:
     training.step()
     if dist.get_rank() == 0:
         (agent,) = set_up.agents()
-        deadline = time.monotonic() + 30
-        while 1 not in agent._detector.exits and time.monotonic() < deadline:
-            time.sleep(0.01)
+        assert eventually(lambda: 1 in agent._detector.exits)
         assert agent._detector.exits[1].words == "has ended its script"
 
 
@@ -431,12 +430,10 @@ def dump_while_one_sleeps(rank: int, size: int, port: int) -> None:
     training.step()
     if rank == 1:
         # Rank 0 waits in its next window by then; it is asked, and passes that on.
-        until = time.monotonic() + 30
         folder = Path(os.environ["GRADSYNC_DUMP"])
         time.sleep(1.5)
         os.kill(int((folder / "process-0").read_text()), signal.SIGUSR1)
-        while not all((folder / f"rank-{each}.json").exists() for each in range(size)) and time.monotonic() < until:
-            time.sleep(0.05)
+        eventually(lambda: all((folder / f"rank-{each}.json").exists() for each in range(size)))
     training.step()
 
 
