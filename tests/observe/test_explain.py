@@ -542,10 +542,18 @@ def test_what_gives_the_same_results_comes_first_unless_others_gain_twice_as_muc
 
 
 def test_ranks_may_differ_in_how_often_they_synchronize() -> None:
-    """As where one of them steps half as often."""
+    """As where one of them steps half as often; and the last time may have had no buckets."""
     first = World(ranks=[Loop(), Loop()], busy=0.9).record()[0]
     second = World(ranks=[Loop(), Loop()], busy=0.9, synchronizations=2, micro_batches=2).record()[1]
-    assert explain_recordings([first, second]).split.mean.step > 0
+    steps = [
+        dataclasses.replace(step, synchronizations=(one, dataclasses.replace(other, buckets=())))
+        for step in second.steps
+        for one, other in [step.synchronizations]
+    ]
+    for each in (second, dataclasses.replace(second, steps=tuple(steps))):
+        split = explain_recordings([first, each]).split
+        assert split.mean.step > 0
+        assert [bucket.ready for bucket in split.buckets] == pytest.approx([0.005, 0.010, 0.015, 0.020])
 
 
 def test_missing_ranks_are_named(tmp_path: Path) -> None:

@@ -103,15 +103,13 @@ def _waiting(step: Step) -> list[Slice]:
 def _collectives(step: Step, layout: Sequence[BucketPart], model: int) -> Iterator[Slice]:
     for number, synchronization in enumerate(step.synchronizations):
         for bucket in synchronization.buckets:
-            # Where the transport does not report its end, the engine's wait does.
-            ends = (each for each in (bucket.reduced, bucket.finish) if each is not None)
             values: dict[str, Value] = {"step": step.number, "bucket": bucket.index, **_part(layout, bucket.index)}
             if bucket.ready is not None:
                 values["ready before start, µs"] = round((bucket.start - bucket.ready) * 1e6, 1)
             yield Slice(
                 name=f"bucket {bucket.index}",
                 begin=bucket.start,
-                end=max(next(ends, synchronization.finished), bucket.start),
+                end=max(synchronization.end_of(bucket), bucket.start),
                 values=values,
                 flow=(0, model, step.number, number, bucket.index),
             )

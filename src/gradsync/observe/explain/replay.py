@@ -111,7 +111,7 @@ def _script_of(merged: MergedStep, sizes: Sequence[int]) -> ReplayScript:
         parts = [step.synchronizations[number] for step in merged.ranks]
         buckets = []
         for each in collectives:
-            starts = [next(b.start for b in part.buckets if b.index == each.index) for part in parts]
+            starts = [bucket.start for bucket in each.buckets]
             late = all(start >= part.backward_end for start, part in zip(starts, parts, strict=True))
             buckets.append(
                 ReplayedBucket(
