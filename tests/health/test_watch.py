@@ -206,7 +206,9 @@ def test_what_the_kernel_says_of_a_stopped_process_is_said() -> None:
         os.waitpid(child, os.WUNTRACED)
         members = (MEMBERS[0], Member(rank=1, host="here", process=child))
         silent = Suspect(member=1, kind="silent", seconds=6.0, waiters=(0,), what="x", status=stands())
-        assert "Its process is stopped (SIGSTOP, or Ctrl-Z)" in suspect_text(members, silent, is_here=True)
+        said = suspect_text(members, silent, is_here=True)
+        assert f"rank 1 (process {child} on here) has not been heard of for 6 s; rank 0 waits in x. " in said
+        assert "Its process is stopped (SIGSTOP, or Ctrl-Z)" in said
         assert "It is stopped, its link is cut, or" in suspect_text(members, silent, is_here=False)
     finally:
         os.kill(child, signal.SIGKILL)

@@ -234,33 +234,6 @@ def stop_for(seconds: float) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def train_with_a_pause(wire: str, victim: int | None, seconds: float, limit: float = 60.0) -> tuple[str, list[str]]:
-    """The victim is stopped in the middle. The watch is hurried, so that seconds are enough for it."""
-    detector.SLOW_SECONDS = 1.5
-    heard, training = Heard(), Training(wire, limit)
-    for number in range(STEPS):
-        if number == 5 and dist.get_rank() == victim:
-            stop_for(seconds)
-        training.step()
-    return training.digest(), heard.lines
-
-
-@pytest.mark.breadth
-@pytest.mark.parametrize(("wire", "victim"), [("auto", 1)])
-def test_a_pause_is_warned_about_and_leaves_no_trace(pools: dict[int, RankPool], wire: str, victim: int) -> None:
-    undisturbed = pools[2].run(train_with_a_pause, wire, None, 0.0)
-    paused = pools[2].run(train_with_a_pause, wire, victim, 4.0)
-    assert {digest for digest, _ in paused} == {digest for digest, _ in undisturbed}
-    assert undisturbed[0][1] == undisturbed[1][1] == []
-    warnings = paused[1 - victim][1]
-    assert warnings
-    pid = pools[2].pids()[victim]
-    assert f"rank {victim} (process {pid} on " in warnings[0]
-    assert "has not been heard of for " in warnings[0]
-    assert "Its process is stopped (SIGSTOP, or Ctrl-Z)" in warnings[0]
-    assert "It is an error only after 60 s, the timeout of the group" in warnings[0]
-
-
 def wait_for_the_slow_one() -> list[str]:
     detector.SLOW_SECONDS = 1.5
     heard, training = Heard(), Training("auto")

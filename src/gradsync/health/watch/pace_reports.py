@@ -33,8 +33,6 @@ WINDOWS_AT_A_TIME = 8
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.05, 1.0
 # What the hub receives in a second, from all ranks together.
 MOST_REPORTS = 500
-
-
 # Windows that some rank has not reported yet. A rank that is further behind no longer reports older ones.
 MOST_OPEN = 256
 
