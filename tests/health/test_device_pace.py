@@ -193,23 +193,14 @@ def test_what_a_forward_waits_for_others_is_not_its_work() -> None:
     assert pace.waited == pytest.approx((0.062, 0.002, 0.0))
 
 
-def test_forwards_without_end_do_not_pile_marks_up() -> None:
+def test_forwards_without_end_do_not_pile_marks_up_and_nothing_is_known_of_their_window() -> None:
     device = Device()
     meter = asked(device)
     meter.window_ended()
     for _ in range(10 * MOST_WAITS):
         with meter.waiting():
-            pass
-    assert len(device.marks) == 2 * MOST_WAITS + 1
-
-
-def test_nothing_is_known_of_a_window_of_which_not_all_waits_are() -> None:
-    device = Device()
-    meter = asked(device)
-    meter.window_ended()
-    for _ in range(MOST_WAITS + 1):
-        with meter.waiting():
             device.queued += 30.0
+    assert len(device.marks) == 2 * MOST_WAITS + 1
     device.window(meter, 10.0, 2.0)
     device.window(meter, 10.0, 2.0)
     device.catch_up(meter)
@@ -324,11 +315,9 @@ def test_nothing_is_marked_before_somebody_asks() -> None:
 def test_each_device_has_its_own_way_of_being_asked() -> None:
     assert type(make_meter(torch.device("cpu"))) is PaceMeter
     assert type(make_meter(torch.device("cuda", 0))) is DevicePaceMeter
-    assert type(make_meter(torch.device("xpu", 0))) is UnknownPaceMeter
-
-
-def test_the_host_s_times_are_not_told_where_a_device_s_are_wanted() -> None:
+    # The host's times are not told where a device's are wanted.
     meter = make_meter(torch.device("xpu", 0))
+    assert type(meter) is UnknownPaceMeter
     for _ in range(3):
         meter.work_ended()
         meter.window_ended()

@@ -3,9 +3,7 @@
 import contextlib
 import dataclasses
 import json
-import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,10 +22,8 @@ from gradsync.health.watch import exit_causes, set_up
 from gradsync.health.watch.detector import RaisedError, Suspect
 from gradsync.health.watch.messages import error_text, raised_error, suspect_text
 from tests.health.test_watch import MEMBERS, hear_all, judge_of, stands
-from tests.health.test_watch_ranks import Heard, Training
+from tests.health.test_watch_ranks import Heard, Training, run_processes
 from tests.ranks import RankPool
-from tests.scripts import free_port
-from tests.zygote import fork
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -163,19 +159,7 @@ def end_slowly(rank: int, size: int, port: int, folder: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["thread", "optimizer"])
 def test_an_uncaught_error_is_heard_before_the_process_has_ended(tmp_path: Path, how: str) -> None:
-    port, size = free_port(), 3
-    with ExitStack() as stack:
-        output = stack.enter_context(tempfile.TemporaryFile())
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        function = f"{__name__}:end_slowly"
-        ranks = [
-            fork(function, rank, size, port, str(tmp_path), how, output=output, variables=variables)
-            for rank in range(size)
-        ]
-        for rank in ranks:
-            stack.callback(rank.kill_all)
-        for rank in ranks:
-            rank.wait(60)
+    ranks = run_processes(end_slowly, 3, str(tmp_path), how)
     at = float((tmp_path / "raised").read_text())
     for number in (0, 2):
         heard, said = json.loads((tmp_path / f"rank-{number}").read_text())

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import os
 import socket
 import tempfile
@@ -31,12 +30,19 @@ from gradsync.health.watch.messages import Member, slow_link
 from gradsync.health.watch.pace_meter import Pace
 from gradsync.health.watch.pace_reports import PaceDetector
 from gradsync.lab import Lab, LabPlan, Rate, fork_ranks
+from tests.health.test_watch_ranks import Heard
+from tests.processes import eventually
 from tests.tools.test_lab import needs_lab
 
 pytestmark = pytest.mark.timeout(120)
 
 HOSTS = {f"10.0.0.{number}": f"host{number}" for number in range(8)}
 MILLION = 1_000_000
+
+
+def detector_of(hosts: int = 2) -> PaceDetector:
+    """The hub's, over two ranks on so many hosts."""
+    return PaceDetector([Member(rank=rank, host=f"host{rank % hosts}", process=rank) for rank in range(2)])
 
 
 def ring(rates: list[float]) -> list[Sent]:
@@ -84,7 +90,7 @@ def test_a_single_direction_is_named_and_what_nobody_explains_is_not() -> None:
 
 def test_links_to_others_than_ranks_carry_no_gradients() -> None:
     """Checkpoints that go to a store. On devices whose wire is no connection of the kernel's there is nothing else."""
-    detector = PaceDetector([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
+    detector = detector_of()
     quick, slow = read_sent(
         [["10.0.0.1", "10.0.0.0", 8 * MILLION, 0.1], ["10.0.0.1", "192.0.2.7", 8 * MILLION, 1.0]],
     )
@@ -101,7 +107,7 @@ def test_links_to_others_than_ranks_carry_no_gradients() -> None:
     )
 )
 def test_whatever_a_rank_says_of_its_links_does_no_harm(data: object) -> None:
-    detector = PaceDetector([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
+    detector = detector_of()
     for member in range(2):
         assert detector.add_links(member, read_sent(data)) == []
     true = Sent(source="a", target="b", size=5, seconds=0.5)
@@ -127,9 +133,7 @@ def test_the_kernel_counts_what_is_sent() -> None:
             while left:
                 left -= len(far.recv(left))
         # The other end may take its time to say that it has them.
-        deadline = time.monotonic() + 30
-        while read_links()[way][0] < all_of_it and time.monotonic() < deadline:
-            time.sleep(0.01)
+        assert eventually(lambda: read_links()[way][0] >= all_of_it)
         assert meter.result(7 + WINDOWS - 1, 0.0) is None
         sent = {(each.source, each.target): each for each in meter.result(7 + WINDOWS, 0.0) or ()}
         assert sent[way].size == 500_000
@@ -157,7 +161,7 @@ def test_whoever_reads_the_counts_leaves_connections_as_they_are() -> None:
 
 def test_links_are_asked_for_when_the_wire_is_slow_and_only_between_hosts() -> None:
     for hosts in (1, 2):
-        detector = PaceDetector([Member(rank=rank, host=f"host{rank % hosts}", process=rank) for rank in range(2)])
+        detector = detector_of(hosts)
         asked = []
         for window in range(1, 101):
             wire = 0.001 if window <= 50 else 0.03
@@ -172,15 +176,13 @@ def test_links_are_asked_for_when_the_wire_is_slow_and_only_between_hosts() -> N
 
 def test_where_two_models_are_trained_the_wire_is_not_judged() -> None:
     """Rank 0 waits before the one, rank 1 before the other: both wait, and not for the wire."""
-    detector = PaceDetector([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
     for models in (2, 1):
-        said = []
-        for window in range(200 * models, 200 * models + 100):
-            waited = 0.001 if window % 100 < 50 else 0.03
+        detector, said = detector_of(), list[str]()
+        for window in range(1, 101):
+            waited = 0.001 if window <= 50 else 0.03
             for member in range(2):
                 said += detector.add(member, Pace(last=window, own=(0.02,), waited=(waited,)), 0.0, models=models)
         assert bool(said) is (models == 1)
-        detector = PaceDetector([Member(rank=rank, host=f"host{rank}", process=rank) for rank in range(2)])
 
 
 SLOW = 2
@@ -188,12 +190,7 @@ BECOMES = 50
 
 
 def train_over_a_link_that_becomes_slow(lab: Lab, answer: Path) -> None:
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    said: list[str] = []
-    logging.getLogger("gradsync").addHandler(Listener())
+    said = Heard().lines
     dist.init_process_group("gloo")
     model = gradsync.DistributedDataParallel(nn.Linear(512, 512))
     # Not to the last step: on a busy machine it may take longer to be sure.

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +32,7 @@ from gradsync.errors import CommunicatorLostError, ConfigurationError
 from gradsync.health.watch import detector, dump, set_up
 from gradsync.lab import fork_ranks
 from gradsync.tools.cli.main import app
+from tests.processes import eventually
 from tests.ranks import RankError, RankPool, pool_of
 from tests.scripts import free_port
 from tests.zygote import fork
@@ -83,6 +85,32 @@ class Training:
     def digest(self) -> str:
         parameters = b"".join(parameter.detach().numpy().tobytes() for parameter in self.model.parameters())
         return hashlib.sha256(parameters).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What became of a process."""
+
+    pid: int
+    code: int
+    output: str
+
+
+def run_processes(function: Callable[..., None], size: int, *arguments: object, **variables: str) -> list[Ended]:
+    """Ranks that are processes of their own: each runs the function with its rank, their number and a free port."""
+    port, variables = free_port(), os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | variables
+    name = f"{function.__module__}:{function.__name__}"
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
+        ranks = [
+            fork(name, rank, size, port, *arguments, output=file, variables=variables)
+            for rank, file in enumerate(files)
+        ]
+        for rank in ranks:
+            stack.callback(rank.kill_all)
+        codes = [rank.wait(90) for rank in ranks]
+        said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in files]
+    return [Ended(pid=rank.pid, code=code, output=text) for rank, code, text in zip(ranks, codes, said, strict=True)]
 
 
 # -- ranks that end ---------------------------------------------------------------------------------------------------
@@ -157,23 +185,10 @@ EXIT_LINE = next(
     ],
 )
 def test_a_script_that_leaves_its_loop_is_named_with_the_reason(how: str, told: str) -> None:
-    port, size = free_port(), 2
-    with ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        function = f"{__name__}:train_as_a_script"
-        ranks = [
-            fork(function, rank, size, port, how, output=file, variables=variables) for rank, file in enumerate(files)
-        ]
-        for rank in ranks:
-            stack.callback(rank.kill_all)
-        for rank in ranks:
-            rank.wait(60)
-        files[0].seek(0)
-        said = files[0].read().decode()
-    assert f"CommunicatorLostError: rank 1 (process {ranks[1].pid} on " in said
-    assert told in said
-    assert ", in window " in said
+    first, second = run_processes(train_as_a_script, 2, how)
+    assert f"CommunicatorLostError: rank 1 (process {second.pid} on " in first.output
+    assert told in first.output
+    assert ", in window " in first.output
 
 
 def end_early() -> None:
@@ -184,9 +199,7 @@ def end_early() -> None:
     training.step()
     if dist.get_rank() == 0:
         (agent,) = set_up.agents()
-        deadline = time.monotonic() + 30
-        while 1 not in agent._detector.exits and time.monotonic() < deadline:
-            time.sleep(0.01)
+        assert eventually(lambda: 1 in agent._detector.exits)
         assert agent._detector.exits[1].words == "has ended its script"
 
 
@@ -219,33 +232,6 @@ def stop_for(seconds: float) -> None:
     """Stop this process, and have it go on after so many seconds."""
     with subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"]):
         os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def train_with_a_pause(wire: str, victim: int | None, seconds: float, limit: float = 60.0) -> tuple[str, list[str]]:
-    """The victim is stopped in the middle. The watch is hurried, so that seconds are enough for it."""
-    detector.SLOW_SECONDS = 1.5
-    heard, training = Heard(), Training(wire, limit)
-    for number in range(STEPS):
-        if number == 5 and dist.get_rank() == victim:
-            stop_for(seconds)
-        training.step()
-    return training.digest(), heard.lines
-
-
-@pytest.mark.breadth
-@pytest.mark.parametrize(("wire", "victim"), [("auto", 1)])
-def test_a_pause_is_warned_about_and_leaves_no_trace(pools: dict[int, RankPool], wire: str, victim: int) -> None:
-    undisturbed = pools[2].run(train_with_a_pause, wire, None, 0.0)
-    paused = pools[2].run(train_with_a_pause, wire, victim, 4.0)
-    assert {digest for digest, _ in paused} == {digest for digest, _ in undisturbed}
-    assert undisturbed[0][1] == undisturbed[1][1] == []
-    warnings = paused[1 - victim][1]
-    assert warnings
-    pid = pools[2].pids()[victim]
-    assert f"rank {victim} (process {pid} on " in warnings[0]
-    assert "has not been heard of for " in warnings[0]
-    assert "Its process is stopped (SIGSTOP, or Ctrl-Z)" in warnings[0]
-    assert "It is an error only after 60 s, the timeout of the group" in warnings[0]
 
 
 def wait_for_the_slow_one() -> list[str]:
@@ -417,27 +403,16 @@ def dump_while_one_sleeps(rank: int, size: int, port: int) -> None:
     training.step()
     if rank == 1:
         # Rank 0 waits in its next window by then; it is asked, and passes that on.
-        until = time.monotonic() + 30
         folder = Path(os.environ["GRADSYNC_DUMP"])
         time.sleep(1.5)
         os.kill(int((folder / "process-0").read_text()), signal.SIGUSR1)
-        while not all((folder / f"rank-{each}.json").exists() for each in range(size)) and time.monotonic() < until:
-            time.sleep(0.05)
+        eventually(lambda: all((folder / f"rank-{each}.json").exists() for each in range(size)))
     training.step()
 
 
 def test_ranks_write_where_they_stand_when_one_is_asked(tmp_path: Path) -> None:
-    port, size = free_port(), 2
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "GRADSYNC_DUMP": str(tmp_path)}
-    with ExitStack() as stack:
-        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(size)]
-        ranks = [
-            fork(f"{__name__}:dump_while_one_sleeps", rank, size, port, output=file, variables=variables)
-            for rank, file in enumerate(files)
-        ]
-        for rank in ranks:
-            stack.callback(rank.kill_all)
-        assert [rank.wait(90) for rank in ranks] == [0, 0], [os.pread(file.fileno(), 10_000, 0) for file in files]
+    ranks = run_processes(dump_while_one_sleeps, 2, GRADSYNC_DUMP=str(tmp_path))
+    assert [rank.code for rank in ranks] == [0, 0], ranks
     first = json.loads((tmp_path / "rank-0.json").read_text())
     assert first["process"] == ranks[0].pid
     assert "synchronizing: gradients are on their way to all ranks" in first["models"][0]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ from gradsync.observe.plan.library import known_machines, known_models, publishe
 from gradsync.observe.plan.planner import Setting, best_setting, extrapolation, fit_own_seconds, predict, rate_for
 from gradsync.observe.plan.profile import steady_straggler
 from gradsync.observe.plan.report import make_report
-from gradsync.observe.recording import Recording
+from gradsync.observe.recording import BucketPart, Recording
 from gradsync.plan import BucketProfile, Jitter, Link, StepProfile, Topology, Transport, simulate
 from gradsync.tools.cli.main import app
 from tests.recordings import Loop, World, write_all
@@ -171,6 +172,7 @@ def test_advice_is_what_gains_most_first_and_keeps_what_it_promises() -> None:
     for each in report.advice:
         promised = predict(calibration, each.prediction.setting)
         assert promised.a_micro_batch == pytest.approx(now.a_micro_batch * (1 - each.gain))
+        assert each.saved == pytest.approx(each.gain * now.step)
 
 
 @pytest.mark.parametrize(("fixed", "host"), [(3e-3, 1e-4), (0.0, 2.5e-4)])
@@ -232,30 +234,22 @@ def test_a_file_that_is_no_calibration_says_so(tmp_path: Path, text: str, words:
 # -- recordings -------------------------------------------------------------------------------------------------------
 
 
-def write_recording(folder: Path, *, ranks: int = 2, steps: int = 8, micro_batches: int = 1, **header: object) -> None:
-    """As ranks would have it who compute 0.3 s and wait 0.1, with two buckets of which the second is ready last."""
-    folder.mkdir(exist_ok=True)
-    for rank in range(ranks):
-        first = {"kind": "recording", "format": 1, "rank": rank, "world_size": ranks, "model": 0, "name": "Net"}
-        first |= {"parameters": {"a": 1000, "b": 3000, "c": 4000}, "link": [3e-4, 1e-9], "communicator": "Group"}
-        buckets = [{"nbytes": 4000, "parameters": ["c"]}, {"nbytes": 4008, "parameters": ["b", "a"]}]
-        lines = [first | header, {"kind": "layout", "number": 0, "buckets": buckets}]
-        for number in range(steps):
-            at = 10.0 * number
-            names = ("data", "forward", "backward", "synchronization", "optimizer")
-            moments = [at, at + 0.05, at + 0.15, at + 0.35, at + 0.45, at + 0.46]
-            times = [[0, at + 0.25, at + 0.25, at + 0.26, None], [1, at + 0.35, at + 0.35, at + 0.45, None]]
-            synchronization = {"begin": at + 0.15, "backward_end": at + 0.35, "finished": at + 0.45, "buckets": times}
-            step = {"kind": "step", "number": number, "layout": 0, "begin": at, "end": at + 0.46}
-            step |= {"micro_batches": micro_batches}
-            step |= {"spans": [[name, *moments[i : i + 2]] for i, name in enumerate(names)], "gathers": []}
-            lines.append(step | {"synchronizations": [synchronization]})
-        lines.append({"kind": "end", "total": steps, "ended": True})
-        (folder / f"rank-{rank:05d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def planted(folder: Path, world: World | None = None, *, layouts: Any = None, **header: object) -> list[Recording]:
+    """What the ranks of a world write, by default of two that are alike."""
+    known: dict[str, object] = {"link": (3e-4, 1e-9), "communicator": "Group", **header}
+    recordings = [
+        replace(each, header=replace(each.header, **known), layouts=layouts or each.layouts)
+        for each in (world or World(ranks=[Loop(), Loop()])).record()
+    ]
+    write_all(folder, recordings)
+    return recordings
 
 
 def test_a_recorded_run_is_a_calibration(tmp_path: Path) -> None:
-    write_recording(tmp_path / "recording")
+    layout = (BucketPart(nbytes=4000, parameters=("c",)), BucketPart(nbytes=4008, parameters=("b", "a")))
+    loop = Loop(data=0.05, forward=0.1, backward=0.2, optimizer=0.01, other=0.0)
+    world = World(ranks=[loop, loop], buckets=[each.nbytes for each in layout])
+    planted(tmp_path / "recording", world, layouts=(layout,), parameters={"a": 1000, "b": 3000, "c": 4000})
     made = recorded(tmp_path)
     parts = [getattr(made.profile, name) for name in ("data", "forward", "backward", "optimizer")]
     assert parts == pytest.approx([0.05, 0.1, 0.2, 0.01])
@@ -269,7 +263,7 @@ def test_a_recorded_run_is_a_calibration(tmp_path: Path) -> None:
 
 
 def test_ranks_that_shared_memory_can_be_planned_over_a_link(tmp_path: Path) -> None:
-    write_recording(tmp_path, communicator="SharedMemoryCommunicator(rank 0 of 2)")
+    planted(tmp_path, communicator="SharedMemoryCommunicator(rank 0 of 2)")
     made = recorded(tmp_path)
     assert predict(made, Setting(ranks=8)).step > 0
     apart = made.over(1.25e6)
@@ -277,18 +271,10 @@ def test_ranks_that_shared_memory_can_be_planned_over_a_link(tmp_path: Path) -> 
     assert predict(apart, Setting(ranks=8)).step > predict(made, Setting(ranks=8)).step
 
 
-def planted(folder: Path, ranks: list[Loop], **header: object) -> list[Recording]:
-    """What ranks that do this in a step write."""
-    known: dict[str, object] = {"link": (3e-4, 1e-9), "communicator": "Group", **header}
-    recordings = [replace(each, header=replace(each.header, **known)) for each in World(ranks=ranks).record()]
-    write_all(folder, recordings)
-    return recordings
-
-
 @pytest.mark.parametrize("slow", [None, 0, 2])
 def test_a_straggler_in_the_recording_is_warned_of_as_explain_names_it(tmp_path: Path, slow: int | None) -> None:
     ranks = [Loop(forward=0.03) if rank == slow else Loop() for rank in range(3)]
-    recordings = planted(tmp_path, ranks)
+    recordings = planted(tmp_path, World(ranks=ranks))
     named = [each.rank for each in explain_recordings(recordings).stragglers]
     assert named == ([] if slow is None else [slow])
     warnings = recorded(tmp_path).warnings
@@ -311,7 +297,7 @@ def test_a_straggler_in_the_recording_is_warned_of_as_explain_names_it(tmp_path:
     ],
 )
 def test_a_link_that_nobody_has_measured_is_warned_of(tmp_path: Path, header: dict[str, object], words: str) -> None:
-    planted(tmp_path, [Loop(), Loop()], **header)
+    planted(tmp_path, **header)
     warnings = recorded(tmp_path).warnings
     assert len(warnings) == bool(words)
     assert words in "".join(warnings)
@@ -321,11 +307,8 @@ def test_a_link_that_nobody_has_measured_is_warned_of(tmp_path: Path, header: di
 
 
 def test_ranks_on_two_hosts_have_a_link_between_them(tmp_path: Path) -> None:
-    recordings = planted(tmp_path, [Loop(), Loop()])
-    write_all(
-        tmp_path,
-        [replace(each, header=replace(each.header, identity=f"host {each.header.rank}")) for each in recordings],
-    )
+    first, second = planted(tmp_path, identity="one")
+    write_all(tmp_path, [first, replace(second, header=replace(second.header, identity="other"))])
     assert recorded(tmp_path).warnings == ()
 
 
@@ -347,23 +330,15 @@ def test_advice_of_a_plan_is_in_the_unit_of_all_advice() -> None:
     lines = [line for line in result.output.splitlines() if line.startswith("Saves")]
     assert lines
     assert all(re.match(r"Saves [\d.,]+ ms a step \(\d+%\) at 64 ranks: ", line) for line in lines), lines
-    calibration = published("v100-100g", "resnet50")
-    report = make_report(calibration, [64], Setting(ranks=1, bucket_mb=25.0, rate=1.25e9), choose_size=False)
-    for each in report.advice:
-        assert each.saved == pytest.approx(each.gain * report.predictions[-1].step)
 
 
 @pytest.mark.parametrize(
     ("invalidate", "words"),
     [
         (lambda folder: None, "no recording in"),
-        (
-            lambda folder: (write_recording(folder), (folder / "rank-00001.jsonl").unlink()),
-            "no recording of rank 1",
-        ),
-        (lambda folder: write_recording(folder, format=2), "has format 2"),
-        (lambda folder: write_recording(folder, link=None), "does not say what an all-reduce costs"),
-        (lambda folder: write_recording(folder, steps=0), "has no step"),
+        (lambda folder: (planted(folder), (folder / "rank-00001.jsonl").unlink()), "no recording of rank 1"),
+        (lambda folder: planted(folder, link=None), "does not say what an all-reduce costs"),
+        (lambda folder: planted(folder, World(ranks=[Loop(), Loop()], steps=0)), "has no step"),
         (lambda folder: (folder / "rank-00000.jsonl").write_text("{"), "is no recording of a rank"),
     ],
 )
@@ -414,7 +389,7 @@ def test_the_command_as_data() -> None:
 
 
 def test_a_recorded_run_is_planned_with_as_many_micro_batches_as_it_had(tmp_path: Path) -> None:
-    write_recording(tmp_path, micro_batches=4)
+    planted(tmp_path, World(ranks=[Loop(), Loop()], micro_batches=4))
     arguments = ["plan", str(tmp_path), "--ranks", "2", "--bucket-mb", "25", "--json"]
     for more, expected in (([], 4), (["--accumulate", "2"], 2)):
         result = RUNNER.invoke(app, [*arguments, *more])

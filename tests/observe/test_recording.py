@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,18 +173,6 @@ def test_validation_between_two_steps_is_not_the_loops_own_code() -> None:
         assert [("loop" in names(step)) for step in steps[1:]] == [True, False, True]
 
 
-def test_two_optimizers_make_one_step() -> None:
-    def loop(model: DistributedDataParallel) -> None:
-        first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model.module)  # type: ignore[union-attr]
-        for _ in range(3):
-            loss_of(model).backward()
-            first.step()
-            second.step()
-
-    for steps in record(loop):
-        assert len(steps) == 3
-
-
 def test_backwards_inside_a_step_by_closure_are_no_optimizer() -> None:
     def loop(model: DistributedDataParallel) -> None:
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
@@ -240,39 +229,46 @@ def test_a_rank_without_a_backward_has_a_synchronization_all_the_same() -> None:
     assert sum(len(step.synchronizations) for step in other) == 4
 
 
-def test_rejected_windows_are_recorded_like_others() -> None:
-    def loop(model: DistributedDataParallel) -> None:
-        for number in steps_of(model, 4):
-            loss = loss_of(model)
-            if number == 2 and choose_communicator().rank == 0:
-                loss = loss * float("nan")
-            loss.backward()
-
-    for steps in record(loop, on_bad_step="skip"):
-        assert len(steps) == 4
+def by_two_optimizers(model: DistributedDataParallel) -> None:
+    """Both make one step."""
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model.module)  # type: ignore[union-attr]
+    for _ in range(3):
+        loss_of(model).backward()
+        first.step()
+        second.step()
 
 
-@pytest.mark.parametrize("reduction", ["int8", "low-rank:1"])
-def test_other_reductions_have_buckets_too(reduction: str) -> None:
-    for steps in record(plainly, reduction=reduction):
-        assert {len(step.synchronizations[0].buckets) for step in steps} == {2}
+def with_a_bad_window(model: DistributedDataParallel) -> None:
+    for number in steps_of(model, 4):
+        loss = loss_of(model)
+        if number == 2 and choose_communicator().rank == 0:
+            loss = loss * float("nan")
+        loss.backward()
 
 
-def test_parameters_that_nobody_uses_are_no_trouble() -> None:
-    def loop(model: DistributedDataParallel) -> None:
-        for _ in steps_of(model, 4):
-            model(torch.ones(2, WIDTH))
-            first: nn.Module = model.module[0]  # type: ignore[index, assignment]
-            first(torch.ones(2, WIDTH)).sum().backward()
-
-    for steps in record(loop, find_unused_parameters=True):
-        assert len(steps) == 4
+def of_one_layer(model: DistributedDataParallel) -> None:
+    for _ in steps_of(model, 4):
+        model(torch.ones(2, WIDTH))
+        first: nn.Module = model.module[0]  # type: ignore[index, assignment]
+        first(torch.ones(2, WIDTH)).sum().backward()
 
 
-def test_a_world_of_one_is_recorded() -> None:
-    (steps,) = record(plainly, ranks=1)
-    assert len(steps) == 5
-    assert "backward" in names(steps[-1])
+@pytest.mark.parametrize(
+    ("loop", "steps", "settings"),
+    [
+        (by_two_optimizers, 3, {}),
+        (with_a_bad_window, 4, {"on_bad_step": "skip"}),
+        (of_one_layer, 4, {"find_unused_parameters": True}),
+        (plainly, 5, {"reduction": "int8"}),
+        (plainly, 5, {"reduction": "low-rank:1"}),
+        (plainly, 5, {"ranks": 1}),
+    ],
+)
+def test_every_step_is_recorded(
+    loop: Callable[[DistributedDataParallel], None], steps: int, settings: dict[str, Any]
+) -> None:
+    for recorded in record(loop, **settings):
+        assert [len(step.synchronizations[0].buckets) for step in recorded] == [2] * steps
 
 
 def test_an_attached_model_is_recorded_and_explains_itself() -> None:
@@ -403,7 +399,6 @@ def test_all_models_of_a_process_are_written_at_its_end_each_to_a_file_of_its_ow
 
 def test_rank_0_gets_the_recordings_of_ranks_whose_disk_it_does_not_see(tmp_path: Path) -> None:
     from types import SimpleNamespace
-    from typing import Any
 
     from gradsync.tools.llm.run import _bring_together
 
@@ -566,21 +561,6 @@ def test_of_a_rank_that_was_killed_there_is_what_it_wrote_last(tmp_path: Path) -
     assert "has no end" in str(explain_recordings([recording]))
 
 
-def test_a_recorder_that_raises_breaks_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Recorder) -> None:
-        raise RuntimeError("out of luck")
-
-    monkeypatch.setattr(Recorder, "backward_ended", fail)
-
-    def train() -> list[float]:
-        model = DistributedDataParallel(make_model())
-        plainly(model)
-        return [float(parameter.detach().sum()) for parameter in model.parameters()]
-
-    first, second = run_ranks(train, 2)
-    assert first == second
-
-
 class SlowInputs(Dataset[int]):
     """A sleep for each sample."""
 
@@ -619,16 +599,6 @@ def test_the_loop_waits_for_its_loader_or_for_itself(fetched_by: str) -> None:
             assert names(step)[:4] == ["loop", "data", "loop", "forward"]
 
 
-def test_a_slow_loop_has_no_data() -> None:
-    def loop(model: DistributedDataParallel) -> None:
-        for _ in steps_of(model, 3):
-            time.sleep(0.02)
-            loss_of(model).backward()
-
-    for steps in record(loop):
-        assert all(step.spent("loop") >= 0.02 and "data" not in names(step) for step in steps[1:])
-
-
 def test_what_other_threads_load_is_loaded_meanwhile() -> None:
     def loop(model: DistributedDataParallel) -> None:
         for _ in steps_of(model, 3):
@@ -641,15 +611,18 @@ def test_what_other_threads_load_is_loaded_meanwhile() -> None:
         assert all("data" not in names(step) for step in steps)
 
 
-def test_a_recorder_that_raises_does_not_break_a_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("event", ["backward_ended", "loading_began"])
+def test_a_recorder_that_raises_breaks_no_training_and_no_loader(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
     def fail(self: Recorder) -> None:
-        raise RuntimeError("broken")
+        raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(Recorder, "loading_began", fail)
+    monkeypatch.setattr(Recorder, event, fail)
 
-    def train() -> int:
+    def train() -> list[float]:
         model = DistributedDataParallel(make_model())
         plainly(model)
-        return len(list(DataLoader(SlowInputs())))
+        assert len(list(DataLoader(SlowInputs()))) == 4
+        return [float(parameter.detach().sum()) for parameter in model.parameters()]
 
-    assert run_ranks(train, 2) == [4, 4]
+    first, second = run_ranks(train, 2)
+    assert first == second

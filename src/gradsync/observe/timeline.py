@@ -2,14 +2,14 @@
 
 import functools
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from gradsync.observe.charts.canvas import PARTS
-from gradsync.observe.charts.notebook import Piece, frame, heading, legend, lines, strip, table
 from gradsync.observe.charts.numbers import count, duration, size
+from gradsync.observe.charts.page import Piece, frame, heading, legend, lines, strip, table
 from gradsync.observe.recording.files import GatherTimes
 from gradsync.observe.recording.marks import START, Gather, Marker, Marks, read_step
 
@@ -131,16 +131,9 @@ def _read(marks: Marks, gathers: list[Gather]) -> StepTimes:
     step = read_step(marks, gathers, read=since, number=0, layout=0, begin=origin)
     (part,) = step.synchronizations
     nbytes = {details[0]: details[1] for kind, details, _ in marks if kind == START}
+    names = [each.name for each in fields(BucketTimes) if each.name != "nbytes"]
     buckets = [
-        BucketTimes(
-            index=each.index,
-            nbytes=nbytes[each.index],
-            ready=each.ready,
-            start=each.start,
-            reduced=each.reduced,
-            finish=each.finish,
-        )
-        for each in part.buckets
+        BucketTimes(nbytes=nbytes[each.index], **{name: getattr(each, name) for name in names}) for each in part.buckets
     ]
     return StepTimes(
         buckets=buckets, gathers=list(step.gathers), backward_end=part.backward_end, finished=part.finished

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import whole_file
 from gradsync.observe.explain.merging import ClockShift, clock_shifts
-from gradsync.observe.recording import BucketPart, Recording, Step
+from gradsync.observe.recording import BucketPart, Header, Recording, Step
 
-__all__ = ["Process", "Slice", "Track", "processes_of", "write_trace"]
+__all__ = ["Slice", "write_trace"]
 
 STEPS, COMMUNICATION, GATHERS, WAITING = "steps", "communication", "gathers", "waiting"
 # Spans that are time lost, and what a reader is told that it is lost to.
@@ -47,61 +47,35 @@ class Slice:
     inner: tuple["Slice", ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Track:
-    """Slices that do not overlap, in order."""
-
-    name: str
-    slices: tuple[Slice, ...]
+# The slices of a track, which do not overlap, in order; with the name that all lanes of one track have.
+Track = tuple[str, list[Slice]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Process:
-    """One rank, with its tracks from top to bottom."""
-
-    rank: int
-    name: str
-    labels: tuple[str, ...]
-    tracks: tuple[Track, ...]
-
-
-def processes_of(recordings: Sequence[Recording]) -> list[Process]:
-    """The processes of a trace, one a rank; the models of a rank that has several are told apart by their names."""
+def _by_rank(recordings: Sequence[Recording]) -> dict[int, list[tuple[Recording, ClockShift]]]:
+    """The models of each rank that have a step, with the shift of its clock."""
     recorded = [each for each in recordings if each.steps]
-    aligned: dict[int, list[tuple[Recording, ClockShift]]] = {}
+    ranks: dict[int, list[tuple[Recording, ClockShift]]] = {}
     for model in sorted({each.header.model for each in recorded}):
-        ranks = sorted((each for each in recorded if each.header.model == model), key=lambda each: each.header.rank)
-        for recording, shift in zip(ranks, clock_shifts(ranks), strict=True):
-            aligned.setdefault(recording.header.rank, []).append((recording, shift))
-    return [_process(aligned[rank]) for rank in sorted(aligned)]
-
-
-def _process(models: Sequence[tuple[Recording, ClockShift]]) -> Process:
-    first = models[0][0].header
-    return Process(
-        rank=first.rank,
-        name=f"rank {first.rank} on {first.host}",
-        labels=(f"process {first.process}", first.device),
-        tracks=tuple(track for model in models for track in _tracks(*model, several=len(models) > 1)),
-    )
+        alike = sorted((each for each in recorded if each.header.model == model), key=lambda each: each.header.rank)
+        for recording, shift in zip(alike, clock_shifts(alike), strict=True):
+            ranks.setdefault(recording.header.rank, []).append((recording, shift))
+    return dict(sorted(ranks.items()))
 
 
 def _tracks(recording: Recording, shift: ClockShift, *, several: bool) -> Iterator[Track]:
-    prefix = f"{recording.header.name or 'model'} {recording.header.model}: " if several else ""
+    """The tracks of one model from top to bottom; those of ``several`` models are told apart by their names."""
     model = recording.header.model
-    steps = [(step, step.shifted(shift(step.begin))) for step in recording.steps]
-    computed: list[Slice] = []
-    waiting: list[Slice] = []
-    collectives: list[Slice] = []
-    gathers: list[Slice] = []
-    for raw, step in steps:
+    prefix = f"{recording.header.name or 'model'} {model}: " if several else ""
+    tracks: dict[str, list[Slice]] = {STEPS: [], WAITING: [], COMMUNICATION: [], GATHERS: []}
+    for raw in recording.steps:
+        step = raw.shifted(shift(raw.begin))
         layout = recording.layouts[raw.layout] if raw.layout < len(recording.layouts) else ()
-        computed.append(_computed(step))
-        waiting += _waiting(step)
-        collectives += _collectives(step, layout, model)
-        gathers += _gathered(step, layout, model)
-    for name, slices in ((STEPS, computed), (WAITING, waiting), (COMMUNICATION, collectives), (GATHERS, gathers)):
-        yield from (Track(name=prefix + name, slices=tuple(lane)) for lane in _lanes(slices))
+        tracks[STEPS].append(_computed(step))
+        tracks[WAITING] += _waiting(step)
+        tracks[COMMUNICATION] += _collectives(step, layout, model)
+        tracks[GATHERS] += _gathered(step, layout, model)
+    for name, slices in tracks.items():
+        yield from ((prefix + name, lane) for lane in _lanes(slices))
 
 
 def _computed(step: Step) -> Slice:
@@ -129,15 +103,13 @@ def _waiting(step: Step) -> list[Slice]:
 def _collectives(step: Step, layout: Sequence[BucketPart], model: int) -> Iterator[Slice]:
     for number, synchronization in enumerate(step.synchronizations):
         for bucket in synchronization.buckets:
-            # Where the transport does not report its end, the engine's wait does.
-            ends = (each for each in (bucket.reduced, bucket.finish) if each is not None)
             values: dict[str, Value] = {"step": step.number, "bucket": bucket.index, **_part(layout, bucket.index)}
             if bucket.ready is not None:
                 values["ready before start, µs"] = round((bucket.start - bucket.ready) * 1e6, 1)
             yield Slice(
                 name=f"bucket {bucket.index}",
                 begin=bucket.start,
-                end=max(next(ends, synchronization.finished), bucket.start),
+                end=max(synchronization.end_of(bucket), bucket.start),
                 values=values,
                 flow=(0, model, step.number, number, bucket.index),
             )
@@ -186,18 +158,21 @@ def _lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
 def write_trace(recordings: Sequence[Recording], path: str | os.PathLike[str]) -> int:
     """Write one trace of all ranks. Returns the number of its slices."""
     builder_kind, format_of = _perfetto()
-    processes = processes_of(recordings)
-    slices = [each for process in processes for track in process.tracks for each in track.slices]
-    if not slices:
+    ranks = [
+        (models[0][0].header, [track for model in models for track in _tracks(*model, several=len(models) > 1)])
+        for models in _by_rank(recordings).values()
+    ]
+    begins = [lane[0].begin for _, tracks in ranks for _, lane in tracks]
+    if not begins:
         raise ConfigurationError(
             "the recordings hold no step yet, so there is nothing to draw: a step is over when the next forward begins"
         )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
-        writer = _Writer(file, builder_kind, format_of, origin=min(each.begin for each in slices))
-        for process in processes:
-            writer.write_process(process)
+        writer = _Writer(file, builder_kind, format_of, origin=min(begins))
+        for header, tracks in ranks:
+            writer.write_rank(header, tracks)
     return writer.written
 
 
@@ -224,41 +199,41 @@ class _Writer:
         self._flows: dict[tuple[int, ...], int] = {}
         self.written = 0
 
-    def write_process(self, process: Process) -> None:
+    def write_rank(self, header: Header, tracks: Sequence[Track]) -> None:
         number = next(self._numbers)
         packet = self._builder.create_packet()
         descriptor = packet.track_descriptor
         descriptor.uuid = number
         # Processes of several hosts may have the same, and 0 is the kernel's.
-        descriptor.process.pid = process.rank + 1
-        descriptor.process.process_name = process.name
-        descriptor.process.process_labels.extend(process.labels)
-        descriptor.process.legacy_sort_index = process.rank
+        descriptor.process.pid = header.rank + 1
+        descriptor.process.process_name = f"rank {header.rank} on {header.host}"
+        descriptor.process.process_labels.extend([f"process {header.process}", header.device])
+        descriptor.process.legacy_sort_index = header.rank
         descriptor.child_ordering = self._format.TrackDescriptor.ChildTracksOrdering.EXPLICIT
         self._builder.write_packet(packet)
-        for place, track in enumerate(process.tracks):
+        for place, (name, slices) in enumerate(tracks):
             uuid = next(self._numbers)
             packet = self._builder.create_packet()
             packet.track_descriptor.uuid = uuid
             packet.track_descriptor.parent_uuid = number
-            packet.track_descriptor.name = track.name
+            packet.track_descriptor.name = name
             packet.track_descriptor.sibling_order_rank = place
             self._builder.write_packet(packet)
-            for slice_ in track.slices:
-                self._write_slice(slice_, uuid)
+            for each in slices:
+                self._write_slice(each, uuid)
 
-    def _write_slice(self, slice_: Slice, track: int) -> None:
-        packet = self._event(track, slice_.begin, "TYPE_SLICE_BEGIN")
+    def _write_slice(self, each: Slice, track: int) -> None:
+        packet = self._event(track, each.begin, "TYPE_SLICE_BEGIN")
         event = packet.track_event
-        event.name = slice_.name
-        if slice_.flow is not None:
-            event.flow_ids.append(self._flows.setdefault(slice_.flow, len(self._flows) + 1))
-        for name, value in slice_.values.items():
+        event.name = each.name
+        if each.flow is not None:
+            event.flow_ids.append(self._flows.setdefault(each.flow, len(self._flows) + 1))
+        for name, value in each.values.items():
             self._annotate(event.debug_annotations.add(), name, value)
         self._builder.write_packet(packet)
-        for inner in slice_.inner:
+        for inner in each.inner:
             self._write_slice(inner, track)
-        self._builder.write_packet(self._event(track, slice_.end, "TYPE_SLICE_END"))
+        self._builder.write_packet(self._event(track, each.end, "TYPE_SLICE_END"))
         self.written += 1
 
     def _event(self, track: int, moment: float, kind: str) -> Any:

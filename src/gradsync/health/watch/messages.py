@@ -63,12 +63,13 @@ def exit_text(members: Sequence[Member], exit_record: ExitRecord) -> str:
     """The message for a rank that is gone, or has left."""
     member, at = members[exit_record.member], time.strftime("%H:%M:%S", time.localtime(exit_record.at))
     place = position_text(exit_record.status)
-    if exit_record.left and exit_record.words.startswith(RAISED):
-        return f"{member} {exit_record.words} [at {at}, {place}]. Its own output tells where"
-    if exit_record.left and exit_record.words.startswith(EXITED):
-        return (
-            f"{member} {exit_record.words} [at {at}, {place}], while others still need it. Its own output may tell why"
+    if exit_record.left and exit_record.words.startswith((RAISED, EXITED)):
+        reason = (
+            ". Its own output tells where"
+            if exit_record.words.startswith(RAISED)
+            else ", while others still need it. Its own output may tell why"
         )
+        return f"{member} {exit_record.words} [at {at}, {place}]{reason}"
     if exit_record.left:
         return (
             f"{member} {exit_record.words} at {at}, {place}, while others still need it. It left "

@@ -11,54 +11,77 @@ the beginning if most of a window is spent waiting for it.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
 from gradsync.health.watch.links import LinkMeter, Sent, find_slow_link, read_sent
 from gradsync.health.watch.messages import Member, slow_communication, slow_link, straggler_text
-from gradsync.health.watch.pace_meter import Pace, PaceMeter, read_pace
+from gradsync.health.watch.pace_meter import Pace, read_pace
 from gradsync.health.watch.protocol import HUB
-from gradsync.health.watch.rounds import Rounds
 from gradsync.health.watch.status import Sampler
-from gradsync.health.watch.stragglers import CommunicationDetector, StragglerDetector
+from gradsync.health.watch.stragglers import CommunicationDetector, Round, StragglerDetector
 
-__all__ = ["PaceDetector", "PaceReporter", "Pacing"]
+__all__ = ["PaceDetector", "Pacing", "Rounds"]
 
 LOGGER = logging.getLogger("gradsync")
 
 Message = dict[str, Any]
-Meter = tuple[int, PaceMeter]
 
 # With the ten of a first look that is less than 20.
 WINDOWS_AT_A_TIME = 8
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.05, 1.0
 # What the hub receives in a second, from all ranks together.
 MOST_REPORTS = 500
+# Windows that some rank has not reported yet. A rank that is further behind no longer reports older ones.
+MOST_OPEN = 256
 
 
-class PaceReporter:
-    """Reports the windows of one rank, out of ``members`` ranks."""
+class Rounds:
+    """Collects the reports of ``members`` ranks into rounds."""
 
     def __init__(self, members: int) -> None:
-        self._shortest = max(SHORTEST_SECONDS, members / MOST_REPORTS)
-        # The model, and its last window that was reported.
-        self._reported = (0, 0)
-        # When to ask it next.
-        self.next = 0.0
+        self.members = set(range(members))
+        self._model = 0
+        self._open: dict[int, dict[int, tuple[float, float]]] = {}
+        self._done = 0
 
-    def report(self, meter: Meter | None, now: float) -> Pace | None:
-        """The pace of the windows that are new, of the model of that number."""
-        number, measured = meter or (0, None)
-        seconds = LONGEST_SECONDS if measured is None else WINDOWS_AT_A_TIME * measured.seconds
-        self.next = now + max(self._shortest, min(LONGEST_SECONDS, seconds))
-        if measured is None or self._reported == (number, measured.count):
-            return None
-        pace = measured.since(self._reported[1] if self._reported[0] == number else 0, model=number)
-        if not pace.own:
-            return None
-        self._reported = number, pace.last
-        return pace
+    def add(self, member: int, pace: Pace) -> Iterator[Round]:
+        """Add a report, and return the windows that all ranks have reported now, in their order."""
+        if not pace.own or pace.model < self._model or member not in self.members:
+            return
+        if pace.model > self._model:
+            # The first model is gone: all ranks come to the next one.
+            self._model, self._open, self._done = pace.model, {}, 0
+        first = pace.last - len(pace.own) + 1
+        for window, times in enumerate(zip(pace.own, pace.waited, strict=True), first):
+            if window <= self._done:
+                continue
+            reports = self._open.setdefault(window, {})
+            reports[member] = times
+            if len(reports) == len(self.members):
+                yield self._close(window)
+        while len(self._open) > MOST_OPEN:
+            del self._open[min(self._open)]
+
+    def forget(self, member: int) -> None:
+        """Forget a rank that will report no more windows."""
+        self.members.discard(member)
+        self._open = {}
+
+    def _close(self, window: int) -> Round:
+        reports = self._open.pop(window)
+        self._done = window
+        for missed in [number for number in self._open if number < window]:
+            del self._open[missed]
+        worked = {member: times for member, times in sorted(reports.items()) if times[0] > 0}
+        return Round(
+            model=self._model,
+            window=window,
+            own={member: own for member, (own, _) in worked.items()},
+            waited={member: waited for member, (_, waited) in worked.items()},
+            is_whole=len(worked) == len(self.members),
+        )
 
 
 class PaceDetector:
@@ -135,13 +158,13 @@ class Pacing:
     ) -> None:
         """``send`` reaches the hub, or from the hub all others; ``warn`` is for people."""
         self._me, self._sampler, self._send, self._warn = me, sampler, send, warn
-        self._reporter, self._detector, self._links = PaceReporter(len(members)), PaceDetector(members), LinkMeter()
+        self._detector, self._links = PaceDetector(members), LinkMeter()
+        self._shortest = max(SHORTEST_SECONDS, len(members) / MOST_REPORTS)
+        # The model, and its last window that was reported.
+        self._reported = (0, 0)
+        # When :meth:`tick` is to be called next.
+        self.next = 0.0
         self._has_failed = False
-
-    @property
-    def next(self) -> float:
-        """The time at which :meth:`tick` is to be called."""
-        return math.inf if self._has_failed else self._reporter.next
 
     def tick(self, now: float) -> None:
         """Report the windows that are new."""
@@ -161,16 +184,20 @@ class Pacing:
         try:
             action(*arguments)
         except Exception:
-            self._has_failed = True
+            self._has_failed, self.next = True, math.inf
             LOGGER.exception(
                 "slow ranks are not looked for any more, by an error of gradsync; lost ones still are. Please report it"
             )
 
     def _tick(self, now: float) -> None:
-        meter = self._sampler.meter
-        pace = self._reporter.report(meter, now)
-        if pace is not None:
-            self._pass_on({"pace": asdict(pace)}, now)
+        number, meter = self._sampler.meter or (0, None)
+        seconds = LONGEST_SECONDS if meter is None else WINDOWS_AT_A_TIME * meter.seconds
+        self.next = now + max(self._shortest, min(LONGEST_SECONDS, seconds))
+        if meter is not None and self._reported != (number, meter.count):
+            pace = meter.since(self._reported[1] if self._reported[0] == number else 0, model=number)
+            if pace.own:
+                self._reported = number, pace.last
+                self._pass_on({"pace": asdict(pace)}, now)
         sent = self._links.result(self._windows, now)
         if sent is not None:
             self._pass_on({"links": [astuple(each) for each in sent]}, now)

@@ -88,11 +88,12 @@ class Line:
     def fileno(self) -> int:
         return self.connection.fileno()
 
-    def send(self, message: Mapping[str, Any], *, unless_busy: bool = False) -> None:
-        """Send ``message``, now or when the other end reads again; ``unless_busy``, not if others are still unsent."""
-        self.send_frame(pack(message), unless_busy=unless_busy)
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send ``message``, now or when the other end reads again."""
+        self.send_frame(pack(message))
 
     def send_frame(self, frame: bytes, *, unless_busy: bool = False) -> None:
+        """Send a packed message; ``unless_busy``, not if others are still unsent."""
         if self.end or (self._unsent and unless_busy) or len(self._unsent) > MOST_HELD:
             return
         self._unsent += frame

@@ -9,17 +9,23 @@ A rank is a straggler if its own work takes longer than the median of the others
 It is no longer one once that is less than a twentieth. A rank that was a straggler only briefly was slowed by an
 accident, and this machine may see more of them: from then on twice as many windows are required.
 
+Only reports on the same window are compared: what slows a whole machine for a while, or longer data, shows on all ranks
+in the same windows, and cancels out. The scatter is estimated from the windows before, and from how the last windows
+lie around their median. Medians of five consecutive windows are used as well as single ones: on a busy machine one
+process is slowed for a while, then another, and such windows are not independent samples.
+
 In every window some rank arrives last, waits for nobody, and still waits for communication: the least that any rank
 waits is the time communication takes. A slow link slows most collectives for all ranks alike, so that share grows on
 all of them while no rank's own work does. It is compared with the run's own past: what is slow for one model is fast
 for another.
 """
 
+import math
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Generic, TypeVar
-
-from gradsync.health.watch.rounds import BLOCK, PaceSeries, Round, against_the_others, median
 
 __all__ = [
     "FIRST_PAUSE_SECONDS",
@@ -27,9 +33,11 @@ __all__ = [
     "OVER",
     "SLOWER",
     "CommunicationDetector",
+    "Round",
     "Slowdown",
     "Straggler",
     "StragglerDetector",
+    "against_the_others",
 ]
 
 SLOWER = 0.075
@@ -43,6 +51,109 @@ LENGTHS = (10, 20, 40, 80)
 # What lasted for fewer windows than this multiple of those it was decided on was brief.
 BRIEF = 10
 FIRST_PAUSE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """The times of one window of the model of that number: seconds of ``own`` work and of waiting, by member.
+
+    A rank that only stood by is in neither; ``is_whole`` if there was none.
+    """
+
+    model: int
+    window: int
+    own: Mapping[int, float]
+    waited: Mapping[int, float]
+    is_whole: bool = True
+
+
+def against_the_others(own: Mapping[int, float]) -> dict[int, float]:
+    """For each member the median of the others' own times. Sorted once: there may be hundreds."""
+    members = sorted(own, key=own.__getitem__)
+    ordered = [own[member] for member in members]
+    half = (len(ordered) - 1) // 2
+
+    def other(place: int, index: int) -> float:
+        return ordered[index + (index >= place)]
+
+    if len(ordered) % 2 == 0:
+        return {member: other(place, half) for place, member in enumerate(members)}
+    return {member: (other(place, half - 1) + other(place, half)) / 2 for place, member in enumerate(members)}
+
+
+# -- whether the last windows stand out -------------------------------------------------------------------------------
+
+KEPT = 240
+HISTORY = 120
+BLOCK = 5
+LEAST_BLOCKS = 4
+# The median of n numbers scatters by this factor over the square root of n, times the scatter of one number.
+MIDDLE_SCATTER = 1.25
+# Four fifths of a normal distribution lie within this many standard deviations.
+FOUR_FIFTHS = 1.28
+# This many standard deviations are not chance, in a run of a million windows.
+SURE = 5.0
+
+
+class PaceSeries:
+    """The most recent values, one number per window."""
+
+    def __init__(self, values: Sequence[float] = ()) -> None:
+        self._values = list(values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+        if len(self._values) >= 2 * KEPT:
+            del self._values[:KEPT]
+
+    def last(self, count: int) -> list[float]:
+        return self._values[-count:]
+
+    def before(self, count: int) -> list[float]:
+        """The values before the last ``count``."""
+        return self._values[-(count + HISTORY) : -count]
+
+    def is_high(self, limit: float) -> bool:
+        """Whether most of the last few values lie above ``limit``: a quick check before the costly ones."""
+        return sum(each > limit for each in self._values[-BLOCK:]) > BLOCK // 2
+
+    def stands_out(self, count: int, *, least: float, above: float = 0.0) -> bool:
+        """Whether the last ``count`` values exceed ``above`` by ``least``, and by more than they scatter."""
+        if len(self._values) < count:
+            return False
+        ordered = sorted(self._values[-count:])
+        rise = median(ordered) - above
+        if rise < least or ordered[count // 5] - above < least / 2:
+            return False
+        return rise >= SURE * MIDDLE_SCATTER * self._scatter(count) / math.sqrt(count)
+
+    def _scatter(self, count: int) -> float:
+        """The standard deviation of one window's value, as if windows were independent."""
+        now, before = self.last(count), self.before(count)
+        typical = median(now)
+        distances = [abs(each - typical) for each in now]
+        blocks: list[float] = []
+        if before:
+            usual = median(before)
+            distances += [abs(each - usual) for each in before]
+            parts = (before[start : start + BLOCK] for start in range(len(before) % BLOCK, len(before), BLOCK))
+            blocks = [abs(median(part) - usual) for part in parts]
+        scatter = _deviation(distances)
+        if len(blocks) >= LEAST_BLOCKS:
+            scatter = max(scatter, _deviation(blocks) * math.sqrt(BLOCK) / MIDDLE_SCATTER)
+        return scatter
+
+
+def _deviation(distances: Sequence[float]) -> float:
+    """The standard deviation, by the distances to the median: one value in five may be any outlier."""
+    ordered = sorted(distances)
+    return ordered[min(len(ordered) - 1, len(ordered) * 4 // 5)] / FOUR_FIFTHS
+
+
+# -- a slow rank -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +311,8 @@ class StragglerDetector:
             del self._slower[member]
         return replace(current, is_over=True)
 
+
+# -- slow communication ----------------------------------------------------------------------------------------------
 
 # By how much of what it took communication must take longer, and how much of a window that must be.
 GROWTH, SHARE = 0.5, 0.10

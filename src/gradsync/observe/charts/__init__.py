@@ -1,5 +1,4 @@
-"""The parts of both reports: ``canvas`` sets the look, ``kinds`` draws, ``page`` builds a self-contained page,
-``notebook`` shows explanations and timelines in a notebook, ``numbers`` formats numbers.
+"""The parts of reports: ``canvas`` sets the look, ``kinds`` draws, ``page`` writes HTML, ``numbers`` formats numbers.
 
 matplotlib and jinja2 are imported only when something is drawn or written.
 """

@@ -210,15 +210,15 @@ def draw_steps(axes: "Axes", series: Sequence[Series], *, zero: bool = False) ->
     return sum(top < y < math.inf for _, y in series[0].points)
 
 
-def thin(points: Sequence[Point], limit: int = THINNED) -> list[Point]:
-    """At most ``limit`` points of the same outline: of each stretch the lowest, the highest, and one gap if it has any.
+def thin(points: Sequence[Point]) -> list[Point]:
+    """At most THINNED points of the same outline: of each stretch the lowest, the highest, and one gap if it has any.
 
     An average would hide the one step that went wrong, which is the one to see.
     """
-    if len(points) <= limit:
+    if len(points) <= THINNED:
         return list(points)
     kinds = 3 if any(not math.isfinite(y) for _, y in points) else 2
-    stretch = math.ceil(len(points) / max(limit // kinds, 1))
+    stretch = math.ceil(len(points) / (THINNED // kinds))
     kept: list[Point] = []
     for begin in range(0, len(points), stretch):
         part = points[begin : begin + stretch]

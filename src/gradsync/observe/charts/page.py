@@ -1,13 +1,18 @@
-"""Pictures and templates as self-contained pages: no network, no font, no accompanying file.
+"""HTML without network, font or accompanying file: whole pages from templates and pictures, and parts for notebooks.
 
-A picture is embedded as SVG. Its colours become names that the page defines for light and dark, its text takes the
-page's font, and its ids are unique on the page. The same numbers give the same text.
+On a page a picture is embedded as SVG. Its colours become names that the page defines for light and dark, its text
+takes the page's font, and its ids are unique on the page. The same numbers give the same text.
+
+A notebook gets no scripts and no style sheets either. It is light or dark and has its own font, so text inherits both
+from it, and only bars have colours. Everything that comes from a model, such as the names of its parameters, is
+escaped.
 """
 
 import io
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
@@ -18,7 +23,20 @@ from gradsync.observe.charts.kinds import HINT
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["NAMES", "page_svg", "read_out", "render", "svg_file"]
+__all__ = [
+    "NAMES",
+    "Piece",
+    "frame",
+    "heading",
+    "legend",
+    "lines",
+    "page_svg",
+    "read_out",
+    "render",
+    "strip",
+    "svg_file",
+    "table",
+]
 
 # What a page calls the shades that drawings hold.
 NAMES = {light: f"var(--{name})" for name, (light, _) in PALETTE.items()}
@@ -118,3 +136,66 @@ def render(template: Path, filters: Mapping[str, Callable[..., Any]] | None = No
     )
     environment.filters.update(filters or {})
     return environment.get_template(template.name).render(palette=PALETTE, **values)
+
+
+# -- parts for notebooks ----------------------------------------------------------------------------------------------
+
+# From where to where, as shares of the width; colour; what to say below a pointer.
+Piece = tuple[float, float, str, str]
+
+HEIGHT = 14
+CELL = "padding:2px 12px 2px 0;text-align:{};vertical-align:top;border:none;background:none"
+
+
+def frame(*parts: str) -> str:
+    """All ``parts`` as one element, which scrolls where the notebook is narrow."""
+    style = "font-size:13px;line-height:1.45;font-variant-numeric:tabular-nums;overflow-x:auto"
+    return f'<div style="{style}">{"".join(parts)}</div>'
+
+
+def heading(words: str) -> str:
+    return f'<div style="font-weight:600;margin:8px 0 4px">{escape(words)}</div>'
+
+
+def lines(texts: Iterable[str]) -> str:
+    """The texts as HTML, a line each; blanks at the beginning indent it."""
+    return f'<div style="white-space:pre-wrap;margin:6px 0">{"<br>".join(map(escape, texts))}</div>'
+
+
+def legend(names: Mapping[str, str]) -> str:
+    """A legend that says what colours mean."""
+    return "".join(
+        f'<span style="margin-right:14px;white-space:nowrap"><svg width="11" height="11" style="margin-right:5px">'
+        f'<rect width="11" height="11" fill="{colour}"/></svg>{escape(name)}</span>'
+        for name, colour in names.items()
+    )
+
+
+def strip(pieces: Iterable[Piece], *, width: int = 640, marks: Iterable[float] = ()) -> str:
+    """One bar of ``width`` pixels, with pieces at their places and thin lines at the ``marks``."""
+    drawn = "".join(
+        f'<rect x="{begin * width:.1f}" y="0" width="{max((end - begin) * width, 1.0):.1f}" height="{HEIGHT}" '
+        f'fill="{colour}"><title>{escape(hint)}</title></rect>'
+        for begin, end, colour, hint in pieces
+        if end > begin
+    )
+    drawn += "".join(
+        f'<rect x="{mark * width - 1:.1f}" y="0" width="1" height="{HEIGHT}" fill="currentColor"/>' for mark in marks
+    )
+    return f'<svg width="{width}" height="{HEIGHT}" style="vertical-align:middle;max-width:none">{drawn}</svg>'
+
+
+def table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = (), right: Sequence[int] = ()) -> str:
+    """Cells that begin with ``<svg`` are drawings, all others are text; columns ``right`` are numbers."""
+
+    def cells(row: Sequence[str], tag: str) -> str:
+        weight = ";font-weight:600" if tag == "th" else ";font-weight:400"
+        return "".join(
+            f'<{tag} style="{CELL.format("right" if place in right else "left")}{weight}">'
+            f"{cell if cell.startswith('<svg') else escape(cell)}</{tag}>"
+            for place, cell in enumerate(row)
+        )
+
+    head = f"<tr>{cells(header, 'th')}</tr>" if header else ""
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    return f'<table style="border-collapse:collapse;border:none;margin:4px 0;font-size:13px">{head}{body}</table>'

@@ -14,8 +14,8 @@ from gradsync.communicator.agreement import gather_bytes
 from gradsync.communicator.logs import join_names
 from gradsync.core.reduction.measurement import measure_link
 from gradsync.observe.charts.canvas import PARTS
-from gradsync.observe.charts.notebook import frame, heading, lines, strip, table
 from gradsync.observe.charts.numbers import count, duration, saving, size
+from gradsync.observe.charts.page import frame, heading, lines, strip, table
 from gradsync.observe.explain.advice import WORTH_SAYING, Advice, advise
 from gradsync.observe.explain.merging import MergedRecording, merge
 from gradsync.observe.explain.split import PARTS as STEP_PARTS

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.observe.recording.files import BucketPart, Recording, Step, Synchronization
+from gradsync.observe.recording.files import BucketPart, RecordedBucket, Recording, Step, Synchronization
 
 __all__ = ["ClockShift", "MergedCollective", "MergedRecording", "MergedStep", "clock_shifts", "merge"]
 
@@ -29,18 +29,25 @@ ENOUGH_FOR_DRIFT = 20
 
 @dataclass(frozen=True, kw_only=True)
 class MergedCollective:
-    """The collective of one bucket: ``last`` is the rank that started it last, at ``begin``; ``ends`` are when each
-    rank saw its end. ``free`` is when the link was done with the one before, as each rank saw it."""
+    """The collective of one bucket, as each rank recorded it: ``last`` is the rank that started it last, at ``begin``;
+    ``ends`` are when each rank saw its end. ``free`` is when the link was done with the one before, as each rank saw
+    it."""
 
     index: int
+    buckets: tuple[RecordedBucket, ...]
     begin: float
     last: int
     ends: tuple[float, ...]
     free: tuple[float, ...]
 
+    def busy(self, rank: int) -> tuple[float, float]:
+        """From when to when the link was busy with the collective, as the rank saw it."""
+        return max(self.begin, self.free[rank]), self.ends[rank]
+
     def seconds(self, rank: int) -> float:
         """How long the link was busy with the collective."""
-        return max(0.0, self.ends[rank] - max(self.begin, self.free[rank]))
+        begin, end = self.busy(rank)
+        return max(0.0, end - begin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,20 +145,15 @@ def _collectives(parts: Sequence[Synchronization]) -> tuple[MergedCollective, ..
     collectives: list[MergedCollective] = []
     free = tuple(part.begin for part in parts)
     for index in sorted(set.intersection(*(set(buckets) for buckets in by_rank))):
-        buckets = [each[index] for each in by_rank]
+        buckets = tuple(each[index] for each in by_rank)
         starts = [bucket.start for bucket in buckets]
-        begin = max(starts)
+        begin, last = max(starts), starts.index(max(starts))
         ends = tuple(
-            max(begin, min(_first(bucket.reduced, bucket.finish, part.finished), part.finished))
-            for bucket, part in zip(buckets, parts, strict=True)
+            max(begin, min(part.end_of(bucket), part.finished)) for bucket, part in zip(buckets, parts, strict=True)
         )
-        collectives.append(MergedCollective(index=index, begin=begin, last=starts.index(begin), ends=ends, free=free))
+        collectives.append(MergedCollective(index=index, buckets=buckets, begin=begin, last=last, ends=ends, free=free))
         free = tuple(max(before, end) for before, end in zip(free, ends, strict=True))
     return tuple(collectives)
-
-
-def _first(*moments: float | None) -> float:
-    return next(moment for moment in moments if moment is not None)
 
 
 # -- clocks -----------------------------------------------------------------------------------------------------------
@@ -183,7 +185,7 @@ def clock_shifts(recordings: Sequence[Recording]) -> list[ClockShift]:
 def _ends_of(recording: Recording) -> dict[int, float]:
     """The moment at which the rank saw the end of the last collective, by step."""
     return {
-        step.number: max(_first(bucket.reduced, bucket.finish, part.finished) for bucket in part.buckets)
+        step.number: max(part.end_of(bucket) for bucket in part.buckets)
         for step in recording.steps
         for part in step.synchronizations[-1:]
         if part.buckets

@@ -111,7 +111,7 @@ def _script_of(merged: MergedStep, sizes: Sequence[int]) -> ReplayScript:
         parts = [step.synchronizations[number] for step in merged.ranks]
         buckets = []
         for each in collectives:
-            starts = [next(b.start for b in part.buckets if b.index == each.index) for part in parts]
+            starts = [bucket.start for bucket in each.buckets]
             late = all(start >= part.backward_end for start, part in zip(starts, parts, strict=True))
             buckets.append(
                 ReplayedBucket(
@@ -152,6 +152,12 @@ def _spent(spans: Sequence[Span], since: float, until: float) -> Spent:
 # -- changes ----------------------------------------------------------------------------------------------------------
 
 
+def _spending(script: ReplayScript, change: Callable[[tuple[Spent, ...]], tuple[Spent, ...]]) -> ReplayScript:
+    """The script with what ranks spend before each backward, and after the last, changed."""
+    backwards = tuple(replace(each, seconds=change(each.seconds)) for each in script.backwards)
+    return ReplayScript(backwards=backwards, rest=change(script.rest))
+
+
 def as_fast_as_others(script: ReplayScript, place: int, factors: Spent) -> ReplayScript:
     """A change: the rank at ``place`` takes only so much of what it took, phase by phase."""
     factor = factors.get("backward", 1.0)
@@ -163,28 +169,19 @@ def as_fast_as_others(script: ReplayScript, place: int, factors: Spent) -> Repla
     def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
         return (*values[:place], values[place] * factor, *values[place + 1 :])
 
-    backwards = [
-        replace(
-            each,
-            seconds=quicker(each.seconds),
-            backward=scaled(each.backward),
-            buckets=tuple(
-                bucket if bucket.at_end else replace(bucket, starts=scaled(bucket.starts)) for bucket in each.buckets
-            ),
+    script = _spending(script, quicker)
+    backwards = []
+    for each in script.backwards:
+        buckets = (
+            bucket if bucket.at_end else replace(bucket, starts=scaled(bucket.starts)) for bucket in each.buckets
         )
-        for each in script.backwards
-    ]
-    return ReplayScript(backwards=tuple(backwards), rest=quicker(script.rest))
+        backwards.append(replace(each, backward=scaled(each.backward), buckets=tuple(buckets)))
+    return replace(script, backwards=tuple(backwards))
 
 
 def without(script: ReplayScript, name: str) -> ReplayScript:
     """A change: nobody spends time on ``name``, on data that is there when wanted, or a loop that does nothing else."""
-
-    def idle(spent: tuple[Spent, ...]) -> tuple[Spent, ...]:
-        return tuple({**each, name: 0.0} for each in spent)
-
-    backwards = tuple(replace(each, seconds=idle(each.seconds)) for each in script.backwards)
-    return ReplayScript(backwards=backwards, rest=idle(script.rest))
+    return _spending(script, lambda spent: tuple({**each, name: 0.0} for each in spent))
 
 
 def synchronized_once(script: ReplayScript) -> ReplayScript:

@@ -19,7 +19,7 @@ from typing import Any
 
 from gradsync.observe.charts.numbers import count, duration
 from gradsync.observe.explain.merging import WARM_UP, MergedCollective, MergedRecording, MergedStep
-from gradsync.observe.recording.files import Step, Synchronization
+from gradsync.observe.recording.files import Synchronization
 
 __all__ = [
     "FEWEST_STEPS",
@@ -202,17 +202,13 @@ def _exposure(
     if final.last != place:
         waited_for[final.last] += come - since
     for each in collectives:
-        begin, end = max(each.begin, each.free[place]), each.ends[place]
+        begin, end = each.busy(place)
         if each is not final:
-            parts["turn"] += _overlap((begin, end), (come, until))
+            parts["turn"] += max(0.0, min(end, until) - max(begin, come))
         parts["hidden"] += max(0.0, min(end, since) - begin)
     # Ends are seen by threads, at times the last one first: what came before it still had its turn.
     parts["other"] += max(0.0, until - max(come, final.free[place], final.ends[place]))
     return parts
-
-
-def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
-    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
 
 
 def _buckets(timeline: MergedRecording) -> Iterable[BucketSplit]:
@@ -224,32 +220,30 @@ def _buckets(timeline: MergedRecording) -> Iterable[BucketSplit]:
     for index, pairs in sorted(seen.items()):
         if index >= len(timeline.layout):
             continue
-        places = range(len(timeline.members))
-        each = [(step.ranks[place], collective, place) for step, collective in pairs for place in places]
-        plan = timeline.layout[index]
+        rows = [
+            _times(rank.synchronizations[len(step.collectives) - 1], collective, place)
+            for step, collective in pairs
+            for place, rank in enumerate(step.ranks)
+        ]
+        ready, start, seconds, hidden = map(statistics.fmean, zip(*rows, strict=True))
         yield BucketSplit(
             index=index,
-            nbytes=plan.nbytes,
-            parameters=plan.parameters,
-            ready=statistics.fmean(_since_backward(step, index, "ready") for step, _, _ in each),
-            start=statistics.fmean(_since_backward(step, index, "start") for step, _, _ in each),
-            seconds=statistics.fmean(collective.seconds(place) for _, collective, place in each),
-            hidden=statistics.fmean(
-                _overlap(
-                    (max(collective.begin, collective.free[place]), collective.ends[place]),
-                    (float("-inf"), step.synchronizations[-1].backward_end),
-                )
-                for step, collective, place in each
-            ),
+            nbytes=timeline.layout[index].nbytes,
+            parameters=timeline.layout[index].parameters,
+            ready=ready,
+            start=start,
+            seconds=seconds,
+            hidden=hidden,
             last=dict(Counter(timeline.members[collective.last] for _, collective in pairs)),
         )
 
 
-def _since_backward(step: Step, index: int, name: str) -> float:
-    part = step.synchronizations[-1]
-    bucket = next(bucket for bucket in part.buckets if bucket.index == index)
-    moment = getattr(bucket, name)
-    return (bucket.start if moment is None else moment) - part.begin
+def _times(part: Synchronization, collective: MergedCollective, place: int) -> tuple[float, float, float, float]:
+    """When a bucket was ready and started on one rank, how long the link was busy with it, and how much was hidden."""
+    bucket, (begin, end) = collective.buckets[place], collective.busy(place)
+    ready = bucket.start if bucket.ready is None else bucket.ready
+    hidden = max(0.0, min(end, part.backward_end) - begin)
+    return ready - part.begin, bucket.start - part.begin, collective.seconds(place), hidden
 
 
 # -- slow ranks -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ during which the link is free for others, and then the link, in the order of arr
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -47,15 +48,14 @@ class Transfer:
     def __init__(self, ranks: int, phases: Sequence[tuple[float, Cost]], after: float = 0.0) -> None:
         self.phases, self.after = phases, after
         self.missing = ranks
-        self.began_at: float | None = None
-        self.done_at: float | None = None
+        self.began_at = self.done_at = math.nan
         self._waiting: list[Action] = []
 
     def when_done(self, then: Action) -> None:
-        if self.done_at is not None:
-            then()
-        else:
+        if math.isnan(self.done_at):
             self._waiting.append(then)
+        else:
+            then()
 
     def finish(self, now: float) -> None:
         self.done_at = now

@@ -96,6 +96,11 @@ class Topology:
         """How many ranks a full host has."""
         return min(self.ranks, self.ranks_per_host)
 
+    @property
+    def local_link(self) -> Link:
+        """The link between ranks of one host."""
+        return self.inside or self.between
+
     def shared_bandwidth(self, crossing: float) -> float:
         """The bandwidth of one host's link, where all hosts send at once and ``crossing`` of it goes to other
         switches."""
@@ -209,40 +214,34 @@ class Transport:
 
     def _ring(self, rounds: int, nbytes: float) -> Cost:
         ranks, topology = self.ranks, self.topology
-        traffic = rounds * (ranks - 1) / ranks * nbytes
-        if topology.hosts == 1:
-            link = topology.inside or topology.between
-            step = link.latency + self.message
-            return Cost(latency=rounds * (ranks - 1) * step, nbytes=traffic, bandwidth=link.bandwidth)
-        inside = topology.inside or topology.between
         # Of the p hops of a ring all but one a host stay inside.
-        crossing = topology.hosts / ranks
-        step = crossing * topology.between.latency + (1 - crossing) * inside.latency + self.message
-        bandwidth = topology.shared_bandwidth(topology.crossing_of_neighbours)
-        if topology.inside is not None:
-            bandwidth = min(bandwidth, inside.bandwidth)
+        crossing = topology.hosts / ranks if topology.hosts > 1 else 0.0
+        step = crossing * topology.between.latency + (1 - crossing) * topology.local_link.latency + self.message
+        bandwidth = topology.local_link.bandwidth
+        if topology.hosts > 1:
+            shared = topology.shared_bandwidth(topology.crossing_of_neighbours)
+            bandwidth = shared if topology.inside is None else min(shared, bandwidth)
+        traffic = rounds * (ranks - 1) / ranks * nbytes
         return Cost(latency=rounds * (ranks - 1) * step, nbytes=traffic, bandwidth=bandwidth)
 
     def _exchange(self, rounds: int, nbytes: float) -> Cost:
         ranks, topology = self.ranks, self.topology
-        messages = rounds * (ranks - 1) * self.message
-        if topology.hosts == 1:
-            link = topology.inside or topology.between
-            traffic = rounds * (ranks - 1) / ranks * nbytes
-            return Cost(latency=rounds * link.latency + messages, nbytes=traffic, bandwidth=link.bandwidth)
-        # All ranks of a host send to all that are elsewhere, through one link.
-        traffic = rounds * topology.local * (ranks - topology.local) / ranks * nbytes
-        bandwidth = topology.shared_bandwidth(topology.crossing_of_all)
-        return Cost(latency=rounds * topology.between.latency + messages, nbytes=traffic, bandwidth=bandwidth)
+        link, senders, receivers, bandwidth = topology.local_link, 1, ranks - 1, topology.local_link.bandwidth
+        if topology.hosts > 1:
+            # All ranks of a host send to all that are elsewhere, through one link.
+            link, senders, receivers = topology.between, topology.local, ranks - topology.local
+            bandwidth = topology.shared_bandwidth(topology.crossing_of_all)
+        latency = rounds * link.latency + rounds * (ranks - 1) * self.message
+        return Cost(latency=latency, nbytes=rounds * senders * receivers / ranks * nbytes, bandwidth=bandwidth)
 
     def _tree(self, rounds: int, nbytes: float) -> Cost:
         topology = self.topology
-        inside = topology.inside or topology.between
         levels = math.ceil(math.log2(topology.hosts)) if topology.hosts > 1 else 0
-        latency = levels * topology.between.latency + (topology.local - 1) * inside.latency
+        latency = levels * topology.between.latency + (topology.local - 1) * topology.local_link.latency
         hops = levels + topology.local - 1
-        link = topology.between if topology.hosts > 1 else inside
-        bandwidth = topology.shared_bandwidth(topology.crossing_of_neighbours) if topology.hosts > 1 else link.bandwidth
+        bandwidth = topology.local_link.bandwidth
+        if topology.hosts > 1:
+            bandwidth = topology.shared_bandwidth(topology.crossing_of_neighbours)
         return Cost(latency=rounds * (latency + hops * self.message), nbytes=rounds * nbytes, bandwidth=bandwidth)
 
     def _fastest(self, rounds: int, nbytes: float) -> Cost:
@@ -252,8 +251,7 @@ class Transport:
 
     def _hierarchical(self, rounds: int, nbytes: float) -> Cost:
         """A reduce-scatter inside, an exchange of each rank's share between hosts, a gather inside."""
-        topology = self.topology
-        inside = topology.inside or topology.between
+        topology, inside = self.topology, self.topology.local_link
         local, hosts = topology.local, topology.hosts
         within = rounds * ((local - 1) / local * nbytes / inside.bandwidth + (inside.latency if local > 1 else 0.0))
         if hosts == 1:
@@ -267,7 +265,7 @@ class Transport:
 
     def _shared(self, rounds: int, nbytes: float) -> Cost:
         """The cost in shared memory: every rank reads its share of all others', and what comes of it, on one host."""
-        link = self.topology.inside or self.topology.between
+        link = self.topology.local_link
         traffic = rounds * (self.ranks - 1) / self.ranks * nbytes * self.ranks
         return Cost(latency=rounds * link.latency, nbytes=traffic, bandwidth=link.bandwidth)
 

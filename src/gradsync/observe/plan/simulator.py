@@ -290,17 +290,12 @@ class _Run:
                 index=bucket.index,
                 nbytes=bucket.nbytes,
                 ready=self._ready[number, bucket.index] - began,
-                start=_known(self._reductions[number, bucket.index].began_at) - began,
-                reduced=_known(self._reductions[number, bucket.index].done_at) - began,
-                gathered=_known(self._gathers[number, bucket.index].done_at) - began if self._sharded else None,
+                start=self._reductions[number, bucket.index].began_at - began,
+                reduced=self._reductions[number, bucket.index].done_at - began,
+                gathered=self._gathers[number, bucket.index].done_at - began if self._sharded else None,
             )
             for bucket in self._ranks[0].profile.buckets
         )
-
-
-def _known(moment: float | None) -> float:
-    assert moment is not None, "a transfer was never finished"
-    return moment
 
 
 class _Active:

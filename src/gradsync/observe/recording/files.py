@@ -127,6 +127,10 @@ class Synchronization:
     buckets: tuple[RecordedBucket, ...]
     busy: float | None = None
 
+    def end_of(self, bucket: RecordedBucket) -> float:
+        """When the bucket's collective was complete. Where the transport does not report it, the engine's wait does."""
+        return next(each for each in (bucket.reduced, bucket.finish, self.finished) if each is not None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

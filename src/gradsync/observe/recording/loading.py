@@ -12,25 +12,17 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader, dataloader
 
-__all__ = ["LoadingListener", "listen", "loading"]
-
-
-class LoadingListener(Protocol):
-    """A listener that is called when data is fetched, on the thread that fetches it."""
-
-    def loading_began(self) -> None: ...
-
-    def loading_ended(self) -> None: ...
+__all__ = ["listen", "loading"]
 
 
 LOGGER = logging.getLogger("gradsync")
 
 # Replaced and never changed, so that loading needs no lock.
-_listeners: tuple[weakref.ref[LoadingListener], ...] = ()
+_listeners: tuple[weakref.ref[Any], ...] = ()
 _lock = threading.Lock()
 _inside = threading.local()
 _watches = False
@@ -75,12 +67,12 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def listen(listener: LoadingListener) -> None:
-    """Call the listener, for as long as it lives, and watch loaders from now on."""
+def listen(recorder: Any) -> None:
+    """Call ``loading_began`` and ``loading_ended`` of a recorder, for as long as it lives, on the thread that loads."""
     global _listeners, _watches
     with _lock:
-        others = [ref for ref in _listeners if ref() not in (None, listener)]
-        _listeners = (*others, weakref.ref(listener))
+        others = [ref for ref in _listeners if ref() not in (None, recorder)]
+        _listeners = (*others, weakref.ref(recorder))
         if not _watches:
             _watches = True
             iterators: Any = dataloader._BaseDataLoaderIter
