@@ -28,7 +28,7 @@ from gradsync.communicator.collective import DONE, Collective, Work
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
-from gradsync.communicator.reducing import divide
+from gradsync.communicator.reducing import divide, work_on_flat
 from gradsync.communicator.root_cause import FailureDomain, find_root_cause
 from gradsync.communicator.topology import CommunicatorFactory, HostLayout, find_topology, make_subgroups
 
@@ -336,18 +336,12 @@ class HierarchicalCommunicator(BaseCommunicator):
         return flat.view(self.world_size, flat.numel() // self.world_size)
 
     def _start(self, collective: Collective, result: torch.Tensor, run: Callable[[torch.Tensor], None]) -> Handle:
-        def work() -> None:
-            flat = result.contiguous().view(-1)
-            run(flat)
-            if flat.data_ptr() != result.data_ptr():
-                result.copy_(flat.view_as(result))
-
         if result.is_cpu:
-            return self._queue_up(collective, work)
+            return self._queue_up(collective, lambda: work_on_flat(result, run))
 
         def run_now() -> Work:
             with torch.no_grad():
-                work()
+                work_on_flat(result, run)
             return DONE
 
         return self._issue(DeviceCollective(self, collective, result.device), run_now, on_host=False)

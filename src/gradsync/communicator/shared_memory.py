@@ -16,6 +16,7 @@ be more than one collective behind, because all ranks synchronize in each.
 import itertools
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -34,7 +35,7 @@ from gradsync.communicator.reducing import (
     combine_in_order,
     cut_share,
     offsets_of,
-    put_back,
+    work_on_flat,
 )
 from gradsync.communicator.shared_heap import Heap, HostPeers, Location
 from gradsync.communicator.shared_signals import (
@@ -159,13 +160,14 @@ class SharedMemoryCommunicator(BaseCommunicator):
             return self.over.all_reduce(tensor, op)
         call = Call("all_reduce", detail_of(op), tensor.dtype, collective.numel, collective.describe)
         reduce = self._reduce_small if tensor.nbytes <= SMALL_BYTES else self._reduce_large
-        return self._start(collective, tensor, lambda: reduce(call, tensor, op))
+        return self._start(collective, tensor, lambda: work_on_flat(tensor, lambda flat: reduce(call, flat, op)))
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
         if not tensor.is_cpu:
             return self.over.broadcast(tensor, source)
         call = Call("broadcast", source, tensor.dtype, collective.numel, collective.describe)
-        return self._start(collective, tensor, lambda: self._give(call, tensor, source))
+        give = partial(self._give, call, source)
+        return self._start(collective, tensor, lambda: work_on_flat(tensor, give))
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
         if not tensor.is_cpu:
@@ -203,25 +205,22 @@ class SharedMemoryCommunicator(BaseCommunicator):
 
     # -- how each is done -----------------------------------------------------------------------------------------
 
-    def _reduce_small(self, call: Call, tensor: torch.Tensor, op: ReduceOp) -> None:
-        flat = tensor.reshape(-1)
+    def _reduce_small(self, call: Call, flat: torch.Tensor, op: ReduceOp) -> None:
         stages = self._stages_now(flat)
         stages[self.rank].copy_(flat)
         self._meet_first(call)
         combine_in_order(stages, flat, op)
         self._number += 1
-        put_back(tensor, flat)
 
-    def _reduce_large(self, call: Call, tensor: torch.Tensor, op: ReduceOp) -> None:
-        place = self._heap.find(tensor) if tensor.is_contiguous() else None
+    def _reduce_large(self, call: Call, flat: torch.Tensor, op: ReduceOp) -> None:
+        place = self._heap.find(flat)
         headers = self._meet_first(call, place)
         if place is not None and all_somewhere(headers):
-            self._reduce_share(self._blocks(tensor, place, headers), op)
+            self._reduce_share(self._blocks(flat, place, headers), op)
             self._signals.meet(call.describe)
             self._number += 1
             return
         self._number += 1
-        flat = tensor.reshape(-1)
         for piece in flat.split(STAGE_BYTES // flat.itemsize):
             stages = self._stages_now(piece)
             stages[self.rank].copy_(piece)
@@ -230,7 +229,6 @@ class SharedMemoryCommunicator(BaseCommunicator):
             self._signals.meet(call.describe)
             piece.copy_(stages[self.rank])
             self._number += 1
-        put_back(tensor, flat)
 
     def _reduce_share(self, blocks: Blocks, op: ReduceOp) -> None:
         for first, *others in blocks:
@@ -238,8 +236,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
             for other in others:
                 other.copy_(first)
 
-    def _give(self, call: Call, tensor: torch.Tensor, source: int) -> None:
-        flat = tensor.reshape(-1)
+    def _give(self, call: Call, source: int, flat: torch.Tensor) -> None:
         # At least one, so that all ranks meet also for nothing.
         for piece in flat.split(STAGE_BYTES // flat.itemsize) if flat.numel() else [flat]:
             stages = self._stages_now(piece)
@@ -249,7 +246,6 @@ class SharedMemoryCommunicator(BaseCommunicator):
             if self.rank != source:
                 piece.copy_(stages[source])
             self._number += 1
-        put_back(tensor, flat)
 
     def _gather(self, call: Call, output: torch.Tensor, tensor: torch.Tensor, offsets: list[int]) -> None:
         everybodys = self._direct(call, output) if output.nbytes > SMALL_BYTES else None
