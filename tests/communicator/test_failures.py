@@ -346,10 +346,10 @@ def test_threads_give_up_together() -> None:
 
 
 def test_a_timeout_sticks_to_a_thread() -> None:
-    world = InProcessWorld(2, timeout=0.05)
-    wire = world.communicator(0)
+    world = InProcessWorld(3, timeout=0.05)
+    wire = world.communicator(1)
     said = said_by(wire.all_reduce(torch.ones(3)).wait)
-    assert "rank 0 waited 0.05 s in collective 1 (all_reduce sum of 3 × torch.float32) for ranks [1]" in said
+    assert "rank 1 waited 0.05 s in collective 1 (all_reduce sum of 3 × torch.float32) for ranks [0, 2]" in said
     assert said_by(lambda: wire.all_reduce(torch.ones(3))) == said
 
 

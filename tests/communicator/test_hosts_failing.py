@@ -85,6 +85,33 @@ def test_who_died_is_named_on_every_host(
 kept: list[Communicator] = []
 
 
+def leave_the_others_alone() -> list[str]:
+    """What is said of rank 1, which exits: between hosts of one rank each, and by an exchange."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    wires = [hosts_of(((0,), (1,), (2,))), PeerExchangeCommunicator(group)]
+    kept.extend(wires)
+    for wire in wires:
+        wire.all_reduce(torch.ones(300_000)).wait()
+    if group.rank() == 1:
+        os._exit(0)
+    said = []
+    for wire in wires:
+        with pytest.raises(PeerFailedError) as raised:
+            wire.all_reduce(torch.ones(300_000)).wait()
+        said.append(str(raised.value))
+    return said
+
+
+def test_a_rank_that_exits_is_named(pools: dict[int, RankPool]) -> None:
+    first, exited, last = pools[3].run(leave_the_others_alone, expect_errors=True)
+    assert isinstance(exited, RankError)
+    for rank, said in ((0, first), (2, last)):
+        assert not isinstance(said, RankError), said
+        for each in said:
+            assert "rank 1" in each
+            assert f"left rank {rank} alone in collective 2 (all_reduce sum of 300000 × torch.float32)" in each
+
+
 def lose_the_other_host(seconds_to_live: float) -> tuple[str, float]:
     """Rank 2 gives up, and lives on: rank 1 has no connection with it, and shares memory with one that has."""
     wire = hosts_of(((0, 1), (2,)))
