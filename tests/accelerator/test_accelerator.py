@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -771,15 +770,7 @@ def tensors_over_processes() -> list[Any]:
     accelerator = Accelerator()
     rank = accelerator.process_index
     tensor = torch.full((2,), float(rank))
-    accelerator.wait_for_everyone()
-    with accelerator.main_process_first():
-        if accelerator.is_main_process:
-            time.sleep(0.05)
-        moment = torch.tensor([time.monotonic()], dtype=torch.float64)
-    moments = accelerator.gather(moment)
-    accelerator.print("only once")
     return [
-        bool((moments[0] <= moments).all()),
         accelerator.gather({"a": tensor})["a"].tolist(),
         accelerator.reduce(tensor).tolist(),
         accelerator.reduce(tensor, "mean", scale=2.0).tolist(),
@@ -788,20 +779,17 @@ def tensors_over_processes() -> list[Any]:
     ]
 
 
-def test_tensors_over_processes(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+def test_tensors_over_processes(ranks: Ranks) -> None:
     world = ranks.world_size
     total = float(sum(range(world)))
     for rank, seen in enumerate(ranks.run(tensors_over_processes)):
         assert seen == [
-            True,
             [float(other) for other in range(world) for _ in range(2)],
             [total] * 2,
             [2 * total / world] * 2,
             [1.0] * (rank + 1) + [-1.0] * (world - rank - 1),
             (rank, world, rank == 0, rank == world - 1),
         ]
-    if isinstance(ranks, ThreadRanks):
-        assert capfd.readouterr().out.count("only once") == 1
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------
@@ -1087,26 +1075,6 @@ def test_everything_can_be_let_go(ranks: Ranks) -> None:
         assert begins_again
     if isinstance(ranks, RankPool):  # the group was there before the accelerator, and is there after it
         assert ranks.run(dist.is_initialized) == [True] * ranks.world_size
-
-
-def skip(batches: int) -> tuple[list[int], list[bool], list[int]]:
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    model, flags, seen = accelerator.prepare(Net()), [], []
-    loader = accelerator.prepare(DataLoader(range(5 * accelerator.num_processes), 1))  # type: ignore[arg-type]
-    skipping = accelerator.skip_first_batches(loader, batches)
-    for batch in skipping:
-        with accelerator.accumulate(model):
-            seen += accelerator.gather_for_metrics(batch).tolist()
-            flags.append(accelerator.sync_gradients)
-    return seen, flags, [int(batch) for batch in skipping]
-
-
-def test_first_batches_are_skipped_once(ranks: Ranks) -> None:
-    world = ranks.world_size
-    for rank, (seen, flags, second) in enumerate(ranks.run(skip, 2)):
-        assert seen == list(range(2 * world, 5 * world))
-        assert flags == [False, True, True]
-        assert second == list(range(rank, 5 * world, world))
 
 
 def prepared_kinds(again: bool) -> list[str]:

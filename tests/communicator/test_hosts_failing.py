@@ -20,7 +20,7 @@ from gradsync.communicator import (
     PeerExchangeCommunicator,
     ProcessGroupCommunicator,
     SharedMemoryCommunicator,
-    root_cause,
+    transport_state,
 )
 from gradsync.communicator.topology import HostLayout
 from gradsync.errors import PeerFailedError
@@ -196,16 +196,16 @@ class Stuck:
 
 @pytest.mark.parametrize("error", [True, False])
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, error: bool) -> None:
-    monkeypatch.setattr(root_cause, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(transport_state, "STORE_SECONDS", 0.05)
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _: Stuck(error))
     group = Stuck(True)
-    assert root_cause.find_root_cause(group, "rank 1 fell") == "rank 1 fell"
+    assert transport_state.find_root_cause(group, "rank 1 fell") == "rank 1 fell"
     # Nor asked again, though it would answer now.
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _: store)
-    store.set(root_cause.KEY, "rank 2 fell")
-    assert root_cause.find_root_cause(group, "rank 1 fell") == "rank 1 fell"
-    assert root_cause.find_root_cause(Stuck(True), "rank 1 fell") == "rank 1 fell. Before that, rank 2 fell"
+    store.set(transport_state.FAILED_KEY, "rank 2 fell")
+    assert transport_state.find_root_cause(group, "rank 1 fell") == "rank 1 fell"
+    assert transport_state.find_root_cause(Stuck(True), "rank 1 fell") == "rank 1 fell. Before that, rank 2 fell"
 
 
 @pytest.mark.parametrize("in_circle", [False, True])
@@ -219,7 +219,7 @@ def test_a_group_made_anew_at_the_same_store_hears_nothing_of_the_old_one(
     for _ in range(2):
         group, part = Stuck(True), Stuck(True)
         if in_circle:
-            root_cause.FailureDomain(group).add(part)
-        root_cause.clear_root_cause(part)
-        assert root_cause.find_root_cause(part, "rank 1 fell") == "rank 1 fell"
-        assert root_cause.find_root_cause(part, "rank 0 let go") == "rank 0 let go. Before that, rank 1 fell"
+            transport_state.FailureDomain(group).add(part)
+        transport_state.clear_root_cause(part)
+        assert transport_state.find_root_cause(part, "rank 1 fell") == "rank 1 fell"
+        assert transport_state.find_root_cause(part, "rank 0 let go") == "rank 0 let go. Before that, rank 1 fell"

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from gradsync.base.errors import ConfigurationError, GradsyncError, MismatchError
 from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
-from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
+from gradsync.communicator.base_communicator import BaseCommunicator, Here, Shares, Sizes, Start
 from gradsync.communicator.collective import DONE, Collective, Work
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
 from gradsync.communicator.reducing import divide, work_on_flat
-from gradsync.communicator.root_cause import FailureDomain, find_root_cause
 from gradsync.communicator.topology import CommunicatorFactory, HostLayout, find_topology, make_subgroups
+from gradsync.communicator.transport_state import FailureDomain, find_root_cause
 
 __all__ = ["HierarchicalCommunicator", "Way"]
 
@@ -144,19 +144,16 @@ class HierarchicalCommunicator(BaseCommunicator):
         collective = Collective(self, "all_reduce", "sum by hosts", tensor.numel(), tensor.dtype)
         return self._start(collective, tensor, lambda flat: self._reduce(flat, "sum", way))
 
+    def _route(self, collective: Collective, tensor: torch.Tensor, elsewhere: Start, here: Here) -> Handle:
+        return elsewhere(self.inside) if self._is_one_host else here(collective)
+
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        if self._is_one_host:
-            return self.inside.all_reduce(tensor, op)
         return self._start(collective, tensor, lambda flat: self._reduce(flat, op))
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        if self._is_one_host:
-            return self.inside.broadcast(tensor, source)
         return self._start(collective, tensor, lambda flat: self._give(flat, source))
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        if self._is_one_host:
-            return self.inside.all_gather(output, tensor, shares)
         if shares is not None:
             return self._start(collective, output, lambda flat: self._gather_uneven(flat, tensor, shares))
         return self._start(collective, output, lambda flat: self._gather(flat, tensor))
@@ -164,8 +161,6 @@ class HierarchicalCommunicator(BaseCommunicator):
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
     ) -> Handle:
-        if self._is_one_host:
-            return self.inside.reduce_scatter(output, tensor, op, shares)
         in_lanes = self._everybody_leads and shares is None
         scatter = self._scatter_in_lanes if in_lanes else self._scatter_by_one
         return self._start(collective, output, lambda flat: scatter(flat, tensor, op, shares))
@@ -173,8 +168,6 @@ class HierarchicalCommunicator(BaseCommunicator):
     def _all_to_all(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
-        if self._is_one_host:
-            return self.inside.all_to_all(output, tensor, arriving, leaving)
         return self._start(collective, output, lambda flat: self._exchange(flat, tensor, arriving, leaving))
 
     # -- steps --------------------------------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ class InProcessCommunicator(BaseCommunicator):
         return self._issue(collective, lambda: self.world.join(collective, self.rank, output, brought, combine))
 
     def _tell_others(self, reason: str) -> None:
-        self.world.lose(CommunicatorLostError(f"rank {self.rank} has given its communicator up: {reason}"))
+        self.world.lose(CommunicatorLostError(self._given_up_text(reason)))
 
 
 def _combined(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:

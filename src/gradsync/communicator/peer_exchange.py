@@ -34,13 +34,12 @@ import torch.distributed as dist
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.background import Background, Numbering
 from gradsync.communicator.base import Handle, ReduceOp
-from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
+from gradsync.communicator.base_communicator import BaseCommunicator, Here, Shares, Sizes, Start
 from gradsync.communicator.collective import Collective
-from gradsync.communicator.logs import rank_name
 from gradsync.communicator.peer_link import Exchange, Message, PeerLink
 from gradsync.communicator.process_group import ProcessGroupCommunicator, break_gloo, state_of
 from gradsync.communicator.reducing import combine, divide, offsets_of, work_on_flat
-from gradsync.communicator.root_cause import find_root_cause
+from gradsync.communicator.transport_state import find_root_cause
 
 __all__ = ["PeerExchangeCommunicator"]
 
@@ -128,15 +127,16 @@ class PeerExchangeCommunicator(BaseCommunicator):
         return self._link.place(number)
 
     def _tell_others(self, reason: str) -> None:
-        find_root_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")
+        find_root_cause(self.group, self._given_up_text(reason))
         break_gloo(self._link.backend, self.rank, self.world_size)
         self._link.give_up()
 
     # -- the collectives ----------------------------------------------------------------------------------------------
 
+    def _route(self, collective: Collective, tensor: torch.Tensor, elsewhere: Start, here: Here) -> Handle:
+        return here(collective) if tensor.is_cpu else elsewhere(self._gloo)
+
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        if not tensor.is_cpu:
-            return self._gloo.all_reduce(tensor, op)
         fold = partial(self._fold, op)
         if self._is_small(tensor):
             return self._start(collective, tensor, 1, lambda x, flat: self._reduce_at_once(x, flat, fold))
@@ -148,8 +148,6 @@ class PeerExchangeCommunicator(BaseCommunicator):
         return self._start(collective, tensor, 2 * cut.parts, run)
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        if not tensor.is_cpu:
-            return self._gloo.broadcast(tensor, source)
         receivers = max(1, self.world_size - 1)
         # Passing on takes a step more, and spares the source's link all bytes but one copy.
         passed_on = receivers > 1 and tensor.nbytes > STEP_BYTES
@@ -161,8 +159,6 @@ class PeerExchangeCommunicator(BaseCommunicator):
         return self._start(collective, tensor, 2 * cut.parts, run)
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        if not tensor.is_cpu:
-            return self._gloo.all_gather(output, tensor, shares)
         cut = self._cut(output, shares)
 
         def run(exchange: Exchange, flat: torch.Tensor) -> None:
@@ -176,8 +172,6 @@ class PeerExchangeCommunicator(BaseCommunicator):
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
     ) -> Handle:
-        if not tensor.is_cpu:
-            return self._gloo.reduce_scatter(output, tensor, op, shares)
         fold, cut = partial(self._fold, op), self._cut(tensor, shares)
 
         def run(exchange: Exchange, share: torch.Tensor) -> None:
@@ -188,8 +182,6 @@ class PeerExchangeCommunicator(BaseCommunicator):
     def _all_to_all(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
-        if not tensor.is_cpu:
-            return self._gloo.all_to_all(output, tensor, arriving, leaving)
 
         def run(exchange: Exchange, flat: torch.Tensor) -> None:
             # A message for every peer, since no rank knows how many another pair would have.

@@ -21,9 +21,14 @@ from gradsync.communicator.collective import Collective, Work
 from gradsync.communicator.device_stage import DeviceCollective, DeviceWork
 from gradsync.communicator.logs import LOGGER, join_names, rank_name
 from gradsync.communicator.reducing import combine_in_order
-from gradsync.communicator.root_cause import clear_root_cause, find_root_cause
 from gradsync.communicator.shutdown import UnderWay, join_at_exit, keep_forever, keep_past_exit
-from gradsync.communicator.transport_state import Outstanding, StartedCollective, TransportState
+from gradsync.communicator.transport_state import (
+    Outstanding,
+    StartedCollective,
+    TransportState,
+    clear_root_cause,
+    find_root_cause,
+)
 
 __all__ = ["ProcessGroupCommunicator", "break_gloo", "is_timeout", "state_of"]
 
@@ -311,7 +316,7 @@ class ProcessGroupCommunicator(BaseCommunicator):
         return CommunicatorLostError(find_root_cause(self.group, message))
 
     def _tell_others(self, reason: str) -> None:
-        find_root_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")
+        find_root_cause(self.group, self._given_up_text(reason))
         for device_type in self.group._device_types:
             backend = self.group._get_backend(device_type)
             if backend.name() == "gloo":

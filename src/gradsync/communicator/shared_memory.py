@@ -24,7 +24,7 @@ from gradsync.base.errors import GradsyncError, MismatchError
 from gradsync.communicator.agreement import make_together
 from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
-from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
+from gradsync.communicator.base_communicator import BaseCommunicator, Here, Shares, Sizes, Start
 from gradsync.communicator.checks import collectives_differ
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.logs import LOGGER
@@ -101,7 +101,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         # Of the stages that are used now: everybody's are the even ones, or the odd ones.
         self._number = 0
         # Nobody posts before all semaphores are there, and all ranks have the threads that they need.
-        make_together(self.over, "start its threads", self._begin)
+        make_together(self.over, "start its threads", self._start_threads)
 
     def _allocate_own(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Control memory and stages. All ranks come to the same end, and one that could not says why."""
@@ -112,7 +112,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         empty = torch.empty(0)
         return empty if control is None else control, empty if stages is None else stages
 
-    def _begin(self) -> None:
+    def _start_threads(self) -> None:
         self._queue.begin()
         self._signals.watch()
 
@@ -155,23 +155,20 @@ class SharedMemoryCommunicator(BaseCommunicator):
 
     # -- the collectives ------------------------------------------------------------------------------------------
 
+    def _route(self, collective: Collective, tensor: torch.Tensor, elsewhere: Start, here: Here) -> Handle:
+        return here(collective) if tensor.is_cpu else elsewhere(self.over)
+
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        if not tensor.is_cpu:
-            return self.over.all_reduce(tensor, op)
         call = Call("all_reduce", detail_of(op), tensor.dtype, collective.numel, collective.describe)
         reduce = self._reduce_small if tensor.nbytes <= SMALL_BYTES else self._reduce_large
         return self._start(collective, tensor, lambda: work_on_flat(tensor, lambda flat: reduce(call, flat, op)))
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        if not tensor.is_cpu:
-            return self.over.broadcast(tensor, source)
         call = Call("broadcast", source, tensor.dtype, collective.numel, collective.describe)
         give = partial(self._give, call, source)
         return self._start(collective, tensor, lambda: work_on_flat(tensor, give))
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        if not tensor.is_cpu:
-            return self.over.all_gather(output, tensor, shares)
         call = Call("all_gather", detail_of("sum", shares), tensor.dtype, collective.numel, collective.describe)
         offsets = self._offsets(output, shares)
         return self._start(collective, output, lambda: self._gather(call, output, tensor, offsets))
@@ -179,8 +176,6 @@ class SharedMemoryCommunicator(BaseCommunicator):
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
     ) -> Handle:
-        if not tensor.is_cpu:
-            return self.over.reduce_scatter(output, tensor, op, shares)
         call = Call("reduce_scatter", detail_of(op, shares), tensor.dtype, collective.numel, collective.describe)
         offsets = self._offsets(tensor, shares)
         return self._start(collective, tensor, lambda: self._scatter(call, output, tensor, op, offsets))
@@ -188,8 +183,6 @@ class SharedMemoryCommunicator(BaseCommunicator):
     def _all_to_all(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
-        if not tensor.is_cpu:
-            return self.over.all_to_all(output, tensor, arriving, leaving)
         call = Call("all_to_all", 0, tensor.dtype, 0, collective.describe)
         return self._start(collective, tensor, lambda: self._exchange(call, output, tensor, arriving, leaving))
 

@@ -23,7 +23,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.agreement import make_together
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
-from gradsync.communicator.root_cause import FailureDomain
+from gradsync.communicator.transport_state import FailureDomain
 
 __all__ = ["HOST_VARIABLE", "CommunicatorFactory", "HostLayout", "find_topology", "host_identity", "make_subgroups"]
 
