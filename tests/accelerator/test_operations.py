@@ -154,7 +154,7 @@ def test_results_share_no_memory_with_arguments(ranks: Ranks) -> None:
 MISMATCHES: dict[str, tuple[Callable[[int], Any], str]] = {
     "shape": (
         lambda rank: gather({"logits": torch.ones(2, 3), "ids": torch.ones(1 if rank else 4)}),
-        "value['ids']: rank 0 has 'torch.float32 of shape (4,)', rank 1 has 'torch.float32 of shape (1,)'. Tensors must",
+        "value['ids']: rank 0 has 'torch.float32 of shape (4,)', rank 1 has 'torch.float32 of shape (1,)'. Tensors",
     ),
     "dtype": (
         lambda rank: broadcast(torch.ones(2, dtype=torch.float64 if rank else torch.int64)),

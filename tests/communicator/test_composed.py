@@ -286,8 +286,7 @@ def test_the_topology_is_found() -> None:
     for real, pretended in pool_of(4).run(topologies):
         assert real.hosts == ((0, 1, 2, 3),)
         assert pretended.hosts == ((0, 2), (1, 3))
-        assert [pretended.host(rank) for rank in range(4)] == [0, 1, 0, 1]
-        assert [pretended.local_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+        assert pretended.places == ((0, 0), (1, 0), (0, 1), (1, 1))
 
 
 # -- turns -----------------------------------------------------------------------------------------------------------

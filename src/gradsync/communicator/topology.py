@@ -66,12 +66,6 @@ class HostLayout:
         """The number of ranks of the host that has the fewest."""
         return min(len(host) for host in self.hosts)
 
-    def host(self, rank: int) -> int:
-        return self.places[rank][0]
-
-    def local_rank(self, rank: int) -> int:
-        return self.places[rank][1]
-
 
 def find_topology(communicator: Communicator) -> HostLayout:
     """Ask every rank for its host. A collective: all ranks call it."""
