@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,15 +27,6 @@ from gradsync.errors import PeerFailedError
 from tests.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    """Ranks of their own: some do not survive their test."""
-    pools = {size: RankPool(size) for size in (3, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 def share_memory(group: dist.ProcessGroup) -> Communicator:
@@ -70,9 +61,9 @@ def go_on_until_one_dies(hosts: tuple[tuple[int, ...], ...], victim: int, numel:
     ],
 )
 def test_who_died_is_named_on_every_host(
-    pools: dict[int, RankPool], hosts: tuple[tuple[int, ...], ...], victim: int, numel: int
+    own_ranks: Callable[[int], RankPool], hosts: tuple[tuple[int, ...], ...], victim: int, numel: int
 ) -> None:
-    pool = pools[sum(map(len, hosts))]
+    pool = own_ranks(sum(map(len, hosts)))
     for rank, answer in enumerate(pool.run(go_on_until_one_dies, hosts, victim, numel, expect_errors=True)):
         assert isinstance(answer, RankError)
         if rank == victim:
@@ -102,8 +93,8 @@ def leave_the_others_alone() -> list[str]:
     return said
 
 
-def test_a_rank_that_exits_is_named(pools: dict[int, RankPool]) -> None:
-    first, exited, last = pools[3].run(leave_the_others_alone, expect_errors=True)
+def test_a_rank_that_exits_is_named(own_ranks: Callable[[int], RankPool]) -> None:
+    first, exited, last = own_ranks(3).run(leave_the_others_alone, expect_errors=True)
     assert isinstance(exited, RankError)
     for rank, said in ((0, first), (2, last)):
         assert not isinstance(said, RankError), said
@@ -135,8 +126,8 @@ def lose_the_other_host(seconds_to_live: float) -> tuple[str, float]:
     return said, took
 
 
-def test_a_failure_between_hosts_is_told_inside_them(pools: dict[int, RankPool]) -> None:
-    first, second, _ = pools[3].run(lose_the_other_host, 15.0)
+def test_a_failure_between_hosts_is_told_inside_them(own_ranks: Callable[[int], RankPool]) -> None:
+    first, second, _ = own_ranks(3).run(lose_the_other_host, 15.0)
     for said, _ in (first, second):
         assert "rank 2 has given its communicator up: the disk is full" in said
 
@@ -159,8 +150,8 @@ def wait_too_long(numbers: list[int]) -> str:
     return said
 
 
-def test_ranks_of_shared_memory_are_called_by_their_number_in_the_world(pools: dict[int, RankPool]) -> None:
-    said = pools[3].run(wait_too_long, [1, 2])[1]
+def test_ranks_of_shared_memory_are_called_by_their_number_in_the_world(own_ranks: Callable[[int], RankPool]) -> None:
+    said = own_ranks(3).run(wait_too_long, [1, 2])[1]
     assert said.startswith("rank 1 (0 in its group) waited 0.3 s")
     assert "for rank 2 (1 in its group) (process " in said
 
@@ -173,8 +164,8 @@ def die_in_the_group(numel: int) -> None:
         wire.all_reduce(torch.ones(numel)).wait()
 
 
-def test_a_process_group_says_what_the_first_to_fail_has_said(pools: dict[int, RankPool]) -> None:
-    answers = pools[3].run(die_in_the_group, 100, expect_errors=True)
+def test_a_process_group_says_what_the_first_to_fail_has_said(own_ranks: Callable[[int], RankPool]) -> None:
+    answers = own_ranks(3).run(die_in_the_group, 100, expect_errors=True)
     for answer in answers:
         assert isinstance(answer, RankError)
         assert "rank 1 has given its communicator up: the disk is full" in answer.message

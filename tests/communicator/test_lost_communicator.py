@@ -1,7 +1,8 @@
 """A training whose wire is lost hands out no mean any more, whatever its loop catches; one that failed can go on."""
 
-import signal
+import contextlib
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import gradsync
 from gradsync.communicator import Communicator
 from gradsync.errors import CommunicatorLostError, GradsyncError
+from tests.communicator.test_failures import interrupted
 from tests.ranks import pool_of
 from tests.wires import fresh_wire
 
@@ -24,32 +26,18 @@ TROUBLE = 2
 _kept: list[Communicator] = []
 
 
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def trouble(rank: int, *, by_interrupt: bool) -> Iterator[None]:
+    """Rank 1 comes later than the group's timeout, or rank 0 is interrupted as it waits for it."""
+    if rank == 1:
+        time.sleep(0.6 if by_interrupt else 4.0)
+    with interrupted() if by_interrupt and rank == 0 else contextlib.nullcontext():
+        yield
 
 
-class Trouble:
-    """In one step rank 1 comes later than the group's timeout, or rank 0 is interrupted as it waits for it."""
-
-    def __init__(self, rank: int, *, interrupted: bool) -> None:
-        self._rank, self._interrupted = rank, interrupted
-
-    def __enter__(self) -> None:
-        if self._rank == 1:
-            time.sleep(0.6 if self._interrupted else 4.0)
-        elif self._interrupted:
-            self._before = signal.signal(signal.SIGALRM, interrupt)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-
-    def __exit__(self, *_: object) -> None:
-        if self._interrupted and self._rank == 0:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, self._before)
-
-
-def train_on(name: str, interrupted: bool) -> list[str]:
+def train_on(name: str, by_interrupt: bool) -> list[str]:
     """What each step came to, on a rank that catches everything and goes on."""
-    wire = fresh_wire(name, 30.0 if interrupted else 2.0)
+    wire = fresh_wire(name, 30.0 if by_interrupt else 2.0)
     _kept.append(wire)
     torch.manual_seed(0)
     model = gradsync.DistributedDataParallel(nn.Linear(4, 1, bias=False), communicator=wire)
@@ -59,7 +47,7 @@ def train_on(name: str, interrupted: bool) -> list[str]:
         try:
             loss = model(torch.full((1, 4), float(step + wire.rank))).sum()
             if step == TROUBLE:
-                with Trouble(wire.rank, interrupted=interrupted):
+                with trouble(wire.rank, by_interrupt=by_interrupt):
                     loss.backward()
             else:
                 loss.backward()
@@ -84,12 +72,12 @@ def train_on(name: str, interrupted: bool) -> list[str]:
     ],
 )
 @pytest.mark.parametrize(
-    "interrupted", [pytest.param(False, id="late", marks=pytest.mark.breadth), pytest.param(True, id="interrupted")]
+    "by_interrupt", [pytest.param(False, id="late", marks=pytest.mark.breadth), pytest.param(True, id="interrupted")]
 )
-def test_a_loop_that_goes_on_gets_no_mean(name: str, interrupted: bool) -> None:
-    first, second = pool_of(2).run(train_on, name, interrupted)
+def test_a_loop_that_goes_on_gets_no_mean(name: str, by_interrupt: bool) -> None:
+    first, second = pool_of(2).run(train_on, name, by_interrupt)
     lost = CommunicatorLostError.__name__
-    assert first == ["right"] * TROUBLE + ["interrupted" if interrupted else lost] + [lost] * (STEPS - TROUBLE - 1)
+    assert first == ["right"] * TROUBLE + ["interrupted" if by_interrupt else lost] + [lost] * (STEPS - TROUBLE - 1)
     # What the first rank had sent before it gave up may still arrive, once, and is right.
     assert second[:TROUBLE] == ["right"] * TROUBLE
     assert set(second[TROUBLE:]) <= {"right", lost}
