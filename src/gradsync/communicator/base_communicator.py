@@ -107,7 +107,8 @@ class BaseCommunicator:
         # On the path of backward, where nothing is to be checked for a sum.
         if op != "sum":
             check_operation(op, tensor.dtype)
-        return self._begin(
+        self._check("all_reduce", tensor)
+        return self._route(
             Collective(self, "all_reduce", op, tensor.numel(), tensor.dtype),
             tensor,
             lambda other: other.all_reduce(tensor, op),
@@ -116,7 +117,8 @@ class BaseCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Handle:
         check_source(source, self.world_size)
-        return self._begin(
+        self._check("broadcast", tensor)
+        return self._route(
             Collective(self, "broadcast", f"from {source}", tensor.numel(), tensor.dtype),
             tensor,
             lambda other: other.broadcast(tensor, source),
@@ -126,7 +128,8 @@ class BaseCommunicator:
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, counts: Counts = None) -> Handle:
         check_together("all_gather", output, tensor)
         shares = check_shares("all_gather", output, tensor, counts, self.rank, self.world_size)
-        return self._begin(
+        self._check("all_gather", output)
+        return self._route(
             Collective(self, "all_gather", "", output.numel(), output.dtype),
             output,
             lambda other: other.all_gather(output, tensor, shares),
@@ -139,7 +142,8 @@ class BaseCommunicator:
         check_operation(op, tensor.dtype)
         check_together("reduce_scatter", output, tensor)
         shares = check_shares("reduce_scatter", tensor, output, counts, self.rank, self.world_size)
-        return self._begin(
+        self._check("reduce_scatter", tensor)
+        return self._route(
             Collective(self, "reduce_scatter", op, tensor.numel(), tensor.dtype),
             tensor,
             lambda other: other.reduce_scatter(output, tensor, op, shares),
@@ -157,17 +161,13 @@ class BaseCommunicator:
                 f"all_to_all: this rank sends itself {leaving[self.rank]} elements by input_counts and expects "
                 f"{arriving[self.rank]} by output_counts"
             )
-        return self._begin(
+        self._check("all_to_all", tensor)
+        return self._route(
             Collective(self, "all_to_all", "", tensor.numel(), tensor.dtype),
             tensor,
             lambda other: other.all_to_all(output, tensor, arriving, leaving),
             lambda collective: self._all_to_all(collective, flat(output), flat(tensor), arriving, leaving),
         )
-
-    def _begin(self, collective: Collective, tensor: torch.Tensor, elsewhere: Start, here: Here) -> Handle:
-        """Check the ``tensor``, and start the collective here or elsewhere."""
-        self._check(collective.kind, tensor)
-        return self._route(collective, tensor, elsewhere, here)
 
     def _route(self, collective: Collective, tensor: torch.Tensor, elsewhere: Start, here: Here) -> Handle:
         """Start the collective ``here``; a communicator over others may start it on one of them, ``elsewhere``."""

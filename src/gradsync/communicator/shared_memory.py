@@ -170,14 +170,14 @@ class SharedMemoryCommunicator(BaseCommunicator):
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
         call = Call("all_gather", detail_of("sum", shares), tensor.dtype, collective.numel, collective.describe)
-        offsets = self._offsets(output, shares)
+        offsets = offsets_of(shares or (tensor.numel(),) * self.world_size)
         return self._start(collective, output, lambda: self._gather(call, output, tensor, offsets))
 
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
     ) -> Handle:
         call = Call("reduce_scatter", detail_of(op, shares), tensor.dtype, collective.numel, collective.describe)
-        offsets = self._offsets(tensor, shares)
+        offsets = offsets_of(shares or (output.numel(),) * self.world_size)
         return self._start(collective, tensor, lambda: self._scatter(call, output, tensor, op, offsets))
 
     def _all_to_all(
@@ -188,13 +188,6 @@ class SharedMemoryCommunicator(BaseCommunicator):
 
     def _start(self, collective: Collective, tensor: torch.Tensor, run: Callable[[], None]) -> Handle:
         return self._queue_up(collective, run, lazy=tensor.nbytes <= LAZY_BYTES)
-
-    def _offsets(self, whole: torch.Tensor, shares: Shares) -> list[int]:
-        """The offsets at which the shares of ``whole`` begin and end."""
-        if shares is not None:
-            return offsets_of(shares)
-        share = whole.numel() // self.world_size
-        return [number * share for number in range(self.world_size + 1)]
 
     # -- how each is done -----------------------------------------------------------------------------------------
 
