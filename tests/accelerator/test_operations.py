@@ -286,8 +286,8 @@ def circle() -> list[Any]:
 
 OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
     "set": (lambda: ["a", {1}], "objects[1] is a builtins.set"),
-    "sparse tensor": (lambda: [torch.ones(1).to_sparse()], "objects[0] is a torch.sparse_coo tensor"),
-    "key": (lambda: [{"a": ({b"1": 2},)}], "objects[0]['a'][0][\"key b'1'\"] is a builtins.bytes"),
+    "sparse tensor": (lambda: [torch.ones(1).to_sparse()], "objects[0] is a torch.Tensor"),
+    "key": (lambda: [{"a": ({(1,): 2},)}], "objects[0]['a'][0] is a builtins.dict"),
     "circle": (circle, "maximum recursion depth exceeded"),
     "no list": (lambda: {"a": 1}, "a list was expected, got dict"),
 }

@@ -4,13 +4,15 @@ torch goes by the exact class of a container. A mapping, list or tuple of anothe
 ``UserDict``) is opened here and rebuilt as its own class. None of these classes is registered with torch: its registry
 is global to the process, and registering a class is up to its authors.
 
-A message is a JSON text with the structure, as checkpoints have it (:mod:`gradsync.checkpoint.tree`), followed by the
-bytes of the tensors. Besides what checkpoints hold, named tuples can be sent. Nothing is pickled.
+A message is a JSON text with the structure, followed by the bytes of the tensors. Only these can be sent: tensors,
+numbers, texts, None, and dicts, lists, tuples and named tuples of such values. A message can name no function, and no
+class except a named tuple that already exists in the receiver: nothing is pickled.
 """
 
 import copy
 import json
-from collections import OrderedDict, defaultdict
+import sys
+from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -25,7 +27,6 @@ from torch.utils._pytree import (
 )
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.checkpoint.tree import decode, encode
 
 __all__ = [
     "ALIGNMENT",
@@ -50,7 +51,7 @@ KNOWN = (dict, OrderedDict, defaultdict, list, tuple)
 
 # So that any dtype may look at its bytes in place.
 ALIGNMENT = 16
-PLAIN = (bool, int, float, str)
+PLAIN = (bool, int, float, str, type(None))
 
 # Tensors, each with its place among the bytes of a message.
 Placed = list[tuple[int, torch.Tensor]]
@@ -134,7 +135,7 @@ def unpack(message: bytes) -> Any:
 def write(tensors: Placed, payload: torch.Tensor) -> None:
     """Put the bytes of the tensors, from any device, into their places."""
     for offset, tensor in tensors:
-        payload[offset : offset + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
+        payload[offset : offset + tensor.nbytes] = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def end_of(tensors: Placed) -> int:
@@ -145,43 +146,48 @@ def end_of(tensors: Placed) -> int:
     return -(-(offset + last.nbytes) // ALIGNMENT) * ALIGNMENT
 
 
-def describe(value: Any, tensors: Placed, name: str) -> Any:
-    """Describe as JSON how to build ``value``; its tensors are appended to ``tensors``. Errors call it ``name``."""
-
-    def refusal(path: tuple[Any, ...], what: str) -> UnsupportedTypeError:
-        place = "".join(f"[{step!r}]" for step in path)
-        return UnsupportedTypeError(f"{name}{place} is a {what.removeprefix('a ')}")
-
-    structure, found = encode(_sendable(value), named_tuples=True, refusal=refusal)
-    places = {}
-    for key, tensor in found.items():
-        places[key] = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end_of(tensors)
-        tensors.append((end_of(tensors), tensor))
-    return structure, places
+def describe(value: Any, tensors: Placed, path: str) -> Any:
+    """Describe as JSON how to build ``value``; its tensors are appended to ``tensors``."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+        tensors.append((end_of(tensors), value))
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), tensors[-1][0]]}
+    if isinstance(value, Mapping) and all(isinstance(key, PLAIN) for key in value):
+        return {"dict": [[key, describe(each, tensors, f"{path}[{key!r}]")] for key, each in value.items()]}
+    if isinstance(value, list | tuple):
+        entries = [describe(each, tensors, f"{path}[{number}]") for number, each in enumerate(value)]
+        if is_namedtuple_instance(value):
+            kind: Any = type(value)
+            return {"named": [kind.__module__, kind.__qualname__, kind._fields, entries]}
+        return entries if isinstance(value, list) else {"tuple": entries}
+    if isinstance(value, PLAIN):
+        return value
+    raise UnsupportedTypeError(f"{path} is a {type(value).__module__}.{type(value).__qualname__}")
 
 
 def rebuild(described: Any, payload: torch.Tensor) -> Any:
     """The value that was described, with its tensors out of ``payload``."""
-    structure, places = described
-    tensors = {}
-    for key, (name, shape, offset) in places.items():
+    if isinstance(described, list):
+        return [rebuild(each, payload) for each in described]
+    if not isinstance(described, dict):
+        return described
+    ((kind, content),) = described.items()
+    if kind == "tensor":
+        name, shape, offset = content
         dtype: torch.dtype = getattr(torch, name)
-        end = offset + torch.Size(shape).numel() * dtype.itemsize
+        numel = torch.Size(shape).numel()
         # A copy, so that it does not keep the whole message alive.
-        tensors[key] = payload[offset:end].view(dtype).reshape(shape).clone()
-    return decode(structure, tensors)
+        return payload[offset : offset + numel * dtype.itemsize].view(dtype).reshape(shape).clone()
+    if kind == "dict":
+        return {key: rebuild(each, payload) for key, each in content}
+    if kind == "tuple":
+        return tuple(rebuild(content, payload))
+    module, name, fields, entries = content
+    return _named_tuple(module, name, fields)(*rebuild(entries, payload))
 
 
-def _sendable(value: Any) -> Any:
-    """The value without what graphs and subclasses add: containers, numbers and texts are sent as what they hold."""
-    if isinstance(value, torch.Tensor):
-        plain_tensor = value.detach()
-        return plain_tensor if type(plain_tensor) is torch.Tensor else plain_tensor.as_subclass(torch.Tensor)
-    if isinstance(value, Mapping):
-        return {_sendable(key): _sendable(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        entries = [_sendable(each) for each in value]
-        if is_namedtuple_instance(value):
-            return type(value)(*entries)
-        return entries if isinstance(value, list) else tuple(entries)
-    return next((kind(value) for kind in PLAIN if isinstance(value, kind)), value)
+def _named_tuple(module: str, name: str, fields: list[str]) -> Any:
+    """The class of that name if it is here and has these fields, or else a new one. Nothing is imported."""
+    found = getattr(sys.modules.get(module), name, None)
+    if isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == tuple(fields):
+        return found
+    return namedtuple(name.rpartition(".")[2], fields)

@@ -1,13 +1,12 @@
 """State as a tree of plain values, turned into JSON and named tensors, and back, bit by bit and type by type.
 
-Checkpoints and messages between ranks both use it. ``None``, booleans, strings, integers, finite floats and lists are
-themselves in JSON; everything else is an object whose first key is its kind::
+``None``, booleans, strings, integers, finite floats and lists are themselves in JSON; everything else is an object
+whose first key is its kind::
 
     {"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.999]}], ["exp_avg", {"tensor": "state.0.exp_avg"}]]}
 
-Nothing in it can name a function, or a class except a named tuple that already exists in the reader, so reading it runs
-no code from its writer. An unsupported value is refused when it is written, with its path in the tree: at that time it
-can still be written differently.
+Nothing in such a file can name a class or a function, so reading one runs no code from its writer. An unsupported value
+is refused when it is saved, with its path in the tree: at that time it can still be saved differently.
 """
 
 import contextlib
@@ -15,21 +14,19 @@ import math
 import random
 import struct
 import sys
-from collections import Counter, OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import is_namedtuple_instance
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint.files import DTYPE_NAMES, RESERVED_NAME
 
 __all__ = ["decode", "encode", "rng_state", "set_rng_state"]
 
-# Keys and numbers, from the root to a value.
-Path = tuple[Any, ...]
+Path = tuple[str, ...]
 
 # Enough for every state, and far from where Python and its JSON reader give up.
 DEPTH = 100
@@ -49,28 +46,14 @@ TAKEN = (
 )
 
 
-class _RefusedError(Exception):
-    """A value that a tree cannot hold: its path, and what it is."""
-
-
-def _refusal(path: Path, what: str) -> ConfigurationError:
-    return ConfigurationError(f"{_spell(path)} is {what}, which a checkpoint cannot hold. {TAKEN}")
-
-
-def encode(
-    tree: Any, *, named_tuples: bool = False, refusal: Callable[[Path, str], Exception] = _refusal
-) -> tuple[Any, dict[str, torch.Tensor]]:
+def encode(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """``tree`` as something that JSON can say, and the tensors it names. Those are views, not copies.
 
     Tensors over the same memory with the same shape, as tied weights are, are stored once. Other overlaps are not
-    kept: each of those tensors gets memory of its own. Strides, gradients and graphs are not kept either. Named tuples
-    are for messages: their classes may be gone when a file is read. ``refusal`` makes the error for other values.
+    kept: each of those tensors gets memory of its own. Strides, gradients and graphs are not kept either.
     """
-    encoder = _Encoder(named_tuples=named_tuples)
-    try:
-        return encoder.node(tree, ()), encoder.tensors
-    except _RefusedError as refused:
-        raise refusal(*refused.args) from None
+    encoder = _Encoder()
+    return encoder.node(tree, ()), encoder.tensors
 
 
 def decode(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -94,9 +77,8 @@ def decode(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 class _Encoder:
     """One traversal of a tree: the tensors found so far, and the memory they refer to."""
 
-    def __init__(self, *, named_tuples: bool) -> None:
+    def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._takes_named_tuples = named_tuples
         self._name_of_memory: dict[tuple[Any, ...], str] = {}
 
     def node(self, value: Any, path: Path) -> Any:
@@ -107,8 +89,6 @@ class _Encoder:
             raise ConfigurationError(f"{where}… is nested deeper than {DEPTH} levels; does it contain itself?")
         if kind in CONTAINERS:
             return self._container(value, path)
-        if self._takes_named_tuples and is_namedtuple_instance(value):
-            return {"named": [kind.__module__, kind.__qualname__, kind._fields], "values": self.node(list(value), path)}
         if kind in (torch.Tensor, torch.nn.Parameter):
             return self._tensor(value, path)
         if kind is torch.dtype:
@@ -123,16 +103,16 @@ class _Encoder:
     def _container(self, value: Any, path: Path) -> Any:
         kind = CONTAINERS[type(value)]
         if isinstance(value, list | tuple):
-            children = [self.node(child, (*path, number)) for number, child in enumerate(value)]
+            children = [self.node(child, (*path, str(number))) for number, child in enumerate(value)]
             return children if kind == "list" else {kind: children}
-        pairs = [[_key(key, path), self.node(child, (*path, key))] for key, child in value.items()]
+        pairs = [[_key(key, path), self.node(child, (*path, str(key)))] for key, child in value.items()]
         node: dict[str, Any] = {kind: pairs}
         attributes = dict(getattr(value, "__dict__", {}))
         # The versions of a module's state, which load_state_dict looks for there.
         if "_metadata" in attributes:
             node["metadata"] = self.node(attributes.pop("_metadata"), (*path, "_metadata"))
         if attributes:
-            raise _RefusedError(path, f"a {type(value).__name__} with attributes ({', '.join(attributes)})")
+            raise _refusal(path, f"a {type(value).__name__} with attributes ({', '.join(attributes)})")
         return node
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
@@ -155,7 +135,7 @@ class _Encoder:
         dtype = value.dtype
         # The text names the dtype, except where there are fields, Python objects or somebody's own type.
         if dtype.hasobject or numpy.dtype(dtype.str) != dtype:
-            raise _RefusedError(path, f"numpy.{type(value).__name__} of dtype {dtype}")
+            raise _refusal(path, f"numpy.{type(value).__name__} of dtype {dtype}")
         if isinstance(value, numpy.generic):
             return {"scalar": dtype.str, "bytes": value.tobytes().hex()}
         data = bytearray(value.tobytes())
@@ -165,7 +145,7 @@ class _Encoder:
     def _store(self, tensor: torch.Tensor, path: Path) -> str:
         """Keep it under its path: a name that is meaningful in other tools that open the file."""
         # The format takes any text that has a UTF-8 form.
-        plain = ".".join(map(str, path)).encode("utf-8", "backslashreplace").decode() or "tensor"
+        plain = ".".join(path).encode("utf-8", "backslashreplace").decode() or "tensor"
         name, number = plain, 1
         while name in self.tensors or name == RESERVED_NAME:
             number += 1
@@ -193,7 +173,7 @@ def _scalar(value: Any, path: Path) -> Any:
         return value if abs(value) < PLAIN_INT else {"int": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
-    raise _RefusedError(path, f"{kind.__module__}.{kind.__qualname__}")
+    raise _refusal(path, f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _key(key: Any, path: Path) -> Any:
@@ -206,16 +186,20 @@ def _storable(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     """The tensor over the same bytes, with a dtype that the file has."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise _RefusedError(path, "a tensor without memory (meta)" if tensor.is_meta else f"a {kind} tensor")
+        raise _refusal(path, "a tensor without memory (meta)" if tensor.is_meta else f"a {kind} tensor")
     plain = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype not in STORED_AS:
-        raise _RefusedError(path, f"a tensor of {tensor.dtype}")
+        raise _refusal(path, f"a tensor of {tensor.dtype}")
     dtype = STORED_AS[tensor.dtype]
     return plain if dtype is None else (plain.unsqueeze(-1) if tensor.is_complex() else plain).view(dtype)
 
 
-def _spell(path: Path) -> str:
-    return ".".join(map(str, path)) or "the tree"
+def _spell(path: Iterable[str]) -> str:
+    return ".".join(path) or "the tree"
+
+
+def _refusal(path: Path, what: str) -> ConfigurationError:
+    return ConfigurationError(f"{_spell(path)} is {what}, which a checkpoint cannot hold. {TAKEN}")
 
 
 # -- and back ---------------------------------------------------------------------------------------------------------
@@ -248,15 +232,6 @@ def _tensor(node: dict[str, Any], tensors: Tensors) -> torch.Tensor:
     return tensor.detach().requires_grad_() if "requires_grad" in node else tensor
 
 
-def _named_tuple(node: dict[str, Any], tensors: Tensors) -> Any:
-    """A tuple of the class of that name if it is here and has these fields, else of a new one. Nothing is imported."""
-    module, name, fields = node["named"]
-    found: Any = getattr(sys.modules.get(module), name, None)
-    is_here = isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == tuple(fields)
-    kind = found if is_here else namedtuple(name.rpartition(".")[2], fields)
-    return kind(*decode(node["values"], tensors))
-
-
 def _array(dtype: str, shape: list[int], data: bytes) -> Any:
     try:
         import numpy
@@ -270,7 +245,6 @@ DECODERS: dict[str, Callable[[dict[str, Any], Tensors], Any]] = {
     "int": lambda node, _: int(node["int"], 16),
     "float": lambda node, _: struct.unpack(">d", bytes.fromhex(node["float"]))[0],
     "tuple": lambda node, tensors: tuple(decode(child, tensors) for child in node["tuple"]),
-    "named": _named_tuple,
     "size": lambda node, _: torch.Size(node["size"]),
     "dict": partial(_mapping, dict),
     "ordered": partial(_mapping, OrderedDict),
