@@ -7,6 +7,8 @@ collective through one of two methods:
 - ``_queue_up`` for work that runs in Python from beginning to end: on the communicator's queue, in order;
 - ``_issue`` for work that proceeds by itself once started: at once or, if stages that come before it have not run yet,
   after them.
+
+A communicator over others may override ``_route``, which passes a collective on to one of them.
 """
 
 import logging
