@@ -135,23 +135,6 @@ def test_helpers_want_the_process_group_of_a_launched_process(monkeypatch: pytes
         utils.gather(torch.ones(1))
 
 
-def metrics() -> tuple[list[Any], list[Any]]:
-    accelerator = Accelerator()
-    loader = accelerator.prepare(DataLoader(range(5), 2))  # type: ignore[arg-type]
-    texts, tensors = [], []
-    for batch in loader:
-        texts += accelerator.gather_for_metrics([f"{number}" for number in batch.tolist()])
-        rows = [torch.arange(number) for number in batch.tolist()]
-        tensors += [len(row) for row in accelerator.gather_for_metrics(rows, use_gather_object=True)]
-    return texts, tensors
-
-
-def test_metrics_may_be_texts_or_tensors_of_any_size(thread_ranks: Ranks) -> None:
-    for texts, tensors in thread_ranks.run(metrics):
-        assert texts == list("01234")
-        assert tensors == [0, 1, 2, 3, 4]
-
-
 # -- memory ---------------------------------------------------------------------------------------------------------
 
 

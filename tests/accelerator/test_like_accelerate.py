@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradsync
 from gradsync import GradientAccumulationPlugin
-from gradsync.accelerator import DataLoaderConfiguration, GradScalerKwargs
+from gradsync.accelerator import DataLoaderConfiguration
 from gradsync.errors import MisuseError
 from tests.ranks import Ranks, ThreadRanks, pool_of
 
@@ -128,28 +128,6 @@ def test_learning_rates_are_those_of_accelerate() -> None:
     for same in pool_of(2).run(compare_rates):
         assert len(same) == 7
         assert all(same.values()), same
-
-
-def scaled_rates() -> list[float]:
-    accelerator = gradsync.Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 + n)
-    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    seen = []
-    for number in range(3):
-        loss = model(torch.ones(2, 4)).square().mean()
-        accelerator.backward(loss * torch.inf if number == 1 else loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        seen.append(optimizer.param_groups[0]["lr"])
-    return seen
-
-
-def test_a_skipped_step_moves_no_schedule(thread_ranks: Ranks) -> None:
-    world = thread_ranks.world_size
-    assert thread_ranks.run(scaled_rates) == [[1.0 + world, 1.0 + world, 1.0 + 2 * world]] * world
 
 
 # -- several models -----------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ one of `tests.wires`.
 Values are small whole numbers, which every dtype here holds exactly, so that results are compared by equality.
 """
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -268,26 +268,9 @@ def test_what_is_no_communicator_is_refused_with_what_it_lacks() -> None:
         choose_communicator(HalfWritten())
 
 
-def fail_in_a_thread(function: Callable[[], object]) -> BaseException | None:
-    """What `function` raises in a thread of its own, where no ambient communicator is set."""
-    raised: list[BaseException | None] = [None]
-
-    def work() -> None:
-        try:
-            function()
-        except BaseException as error:
-            raised[0] = error
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return raised[0]
-
-
 def test_the_ambient_communicator_belongs_to_its_thread() -> None:
-    with ambient_communicator(InProcessWorld(1).communicator(0)):
-        error = fail_in_a_thread(choose_communicator)
-    assert isinstance(error, gradsync.ConfigurationError)
+    with ambient_communicator(InProcessWorld(1).communicator(0)), ThreadPoolExecutor(1) as other:
+        assert isinstance(other.submit(choose_communicator).exception(), gradsync.ConfigurationError)
 
 
 # -- manners of the in-process communicator: nobody waits without being told why --------------------------------------
@@ -295,20 +278,9 @@ def test_the_ambient_communicator_belongs_to_its_thread() -> None:
 
 def meet(world: InProcessWorld, *functions: Callable[[InProcessCommunicator], object]) -> list[BaseException | None]:
     """Run a function a rank, in threads, and return what each raised."""
-    raised: list[BaseException | None] = [None] * len(functions)
-
-    def work(rank: int) -> None:
-        try:
-            functions[rank](world.communicator(rank))
-        except BaseException as error:
-            raised[rank] = error
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
+    with ThreadPoolExecutor(len(functions)) as pool:
+        ran = [pool.submit(function, world.communicator(rank)) for rank, function in enumerate(functions)]
+    return [each.exception() for each in ran]
 
 
 def reduce_three(wire: InProcessCommunicator) -> None:
@@ -363,30 +335,6 @@ def test_a_result_that_is_there_outlives_a_failure() -> None:
     for handle in handles:
         handle.wait()
     assert tensors[0].tolist() == tensors[1].tolist() == [2.0, 2.0]
-
-
-def test_whoever_does_not_come_is_named_when_time_is_up() -> None:
-    world = InProcessWorld(3, timeout=0.05)
-
-    def stay_away(wire: InProcessCommunicator) -> None:
-        pass
-
-    raised = meet(world, stay_away, reduce_three, stay_away)
-    assert isinstance(raised[1], gradsync.PeerFailedError)
-    assert "for ranks [0, 2]" in str(raised[1])
-    assert "all_reduce sum of 3 × torch.float32" in str(raised[1])
-
-
-def test_a_collective_that_cannot_be_computed_fails_on_all_ranks() -> None:
-    """Whole numbers have no average. Without the error the ranks that came first would wait for nobody."""
-    world = InProcessWorld(3, timeout=0.2)
-
-    def average_whole_numbers(wire: InProcessCommunicator) -> None:
-        wire.all_reduce(torch.ones(3, dtype=torch.int64), "average").wait()
-
-    for error in meet(world, *[average_whole_numbers] * 3):
-        assert isinstance(error, gradsync.ConfigurationError)
-        assert "no average" in str(error)
 
 
 @pytest.mark.parametrize("world_size", [0, -1])

@@ -6,6 +6,7 @@ There is no device here. Its collectives are stood in for by futures, which is a
 import math
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -357,11 +358,7 @@ def destroy_a_lost_group() -> tuple[bool, float]:
     return dist.is_initialized(), time.monotonic() - began
 
 
-def test_a_group_that_is_lost_on_a_device_is_not_shut_down() -> None:
-    pool = RankPool(1)
-    try:
-        ((is_initialized, seconds),) = pool.run(destroy_a_lost_group)
-    finally:
-        pool.close()
+def test_a_group_that_is_lost_on_a_device_is_not_shut_down(own_ranks: Callable[[int], RankPool]) -> None:
+    ((is_initialized, seconds),) = own_ranks(1).run(destroy_a_lost_group)
     assert not is_initialized
     assert seconds < 10.0

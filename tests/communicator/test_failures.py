@@ -3,10 +3,11 @@
 Ranks are real processes, and each test breaks a wire of its own, over a group that nobody else uses.
 """
 
+import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -206,8 +207,20 @@ def test_the_message_of_a_failure_is_completed_once(name: str) -> None:
 # -- interruptions ----------------------------------------------------------------------------------------------------
 
 
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def interrupted(seconds: float = 0.2) -> Iterator[None]:
+    """A context in which this process is interrupted, as by its user, after that time."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def be_interrupted(name: str) -> dict[str, str]:
@@ -215,13 +228,8 @@ def be_interrupted(name: str) -> dict[str, str]:
     outcome = {}
     if wire.rank == 0:
         handle = wire.all_reduce(torch.ones(3))
-        before = signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        try:
+        with interrupted():
             outcome["first"] = said_by(handle.wait, KeyboardInterrupt)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, before)
         outcome["start"] = said_by(lambda: wire.all_reduce(torch.ones(3)), GradsyncError)
         outcome["failure"] = str(wire.failure)
     else:
@@ -346,10 +354,10 @@ def test_threads_give_up_together() -> None:
 
 
 def test_a_timeout_sticks_to_a_thread() -> None:
-    world = InProcessWorld(2, timeout=0.05)
-    wire = world.communicator(0)
+    world = InProcessWorld(3, timeout=0.05)
+    wire = world.communicator(1)
     said = said_by(wire.all_reduce(torch.ones(3)).wait)
-    assert "rank 0 waited 0.05 s in collective 1 (all_reduce sum of 3 × torch.float32) for ranks [1]" in said
+    assert "rank 1 waited 0.05 s in collective 1 (all_reduce sum of 3 × torch.float32) for ranks [0, 2]" in said
     assert said_by(lambda: wire.all_reduce(torch.ones(3))) == said
 
 

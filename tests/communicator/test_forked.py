@@ -42,30 +42,36 @@ def use(wire: Communicator, handle: Any) -> list[str]:
     return said
 
 
+def answer_of_a_child(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a child as a DataLoader forks it."""
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(work()))
+    child.start()
+    assert ours.poll(20), "the child hangs"
+    answer = ours.recv()
+    child.join(20)
+    assert child.exitcode == 0
+    return answer
+
+
 def in_a_child(name: str) -> tuple[list[str], bool, bool]:
-    """A child as a DataLoader forks it, while a collective is under way here; what it hears, and what is left of it."""
+    """A child while a collective is under way here; what it hears, and what is left of it."""
     wire = fresh_wire(name, 30.0)
     assert sums_up(wire)
     tensor = torch.ones(3)
     # Rank 1 comes to it only when the child is gone.
     handle = wire.all_reduce(tensor) if wire.rank == 0 else None
-    ours, theirs = multiprocessing.Pipe()
 
-    def work() -> None:
+    def work() -> list[str]:
         nonlocal wire
         said = use(wire, handle)
         del wire
         gc.collect()
-        theirs.send(said)
+        return said
 
     said = []
     if wire.rank == 0:
-        child = multiprocessing.get_context("fork").Process(target=work)
-        child.start()
-        assert ours.poll(20), "the child hangs"
-        said = ours.recv()
-        child.join(20)
-        assert child.exitcode == 0
+        said = answer_of_a_child(work)
     else:
         time.sleep(0.5)
         handle = wire.all_reduce(tensor)
@@ -102,9 +108,8 @@ def read_in_a_child(kind: str, flush: bool) -> list[str]:
         optimizer.step()
     if flush:
         optimizer.flush()
-    ours, theirs = multiprocessing.Pipe()
 
-    def work() -> None:
+    def work() -> list[str]:
         said = []
         reads: list[Callable[[], object]] = [
             lambda: model.module.weight.sum(),
@@ -118,14 +123,9 @@ def read_in_a_child(kind: str, flush: bool) -> list[str]:
                 said.append("")
             except GradsyncError as error:
                 said.append(f"{type(error).__name__}: {error}")
-        theirs.send(said)
+        return said
 
-    child = multiprocessing.get_context("fork").Process(target=work)
-    child.start()
-    assert ours.poll(20), "the child hangs"
-    said: list[str] = ours.recv()
-    child.join(20)
-    assert child.exitcode == 0
+    said: list[str] = answer_of_a_child(work)
     optimizer.flush()
     return said
 

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,22 +20,13 @@ from gradsync.communicator import (
     PeerExchangeCommunicator,
     ProcessGroupCommunicator,
     SharedMemoryCommunicator,
-    root_cause,
+    transport_state,
 )
 from gradsync.communicator.topology import HostLayout
 from gradsync.errors import PeerFailedError
 from tests.ranks import RankError, RankPool
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    """Ranks of their own: some do not survive their test."""
-    pools = {size: RankPool(size) for size in (3, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 def share_memory(group: dist.ProcessGroup) -> Communicator:
@@ -70,9 +61,9 @@ def go_on_until_one_dies(hosts: tuple[tuple[int, ...], ...], victim: int, numel:
     ],
 )
 def test_who_died_is_named_on_every_host(
-    pools: dict[int, RankPool], hosts: tuple[tuple[int, ...], ...], victim: int, numel: int
+    own_ranks: Callable[[int], RankPool], hosts: tuple[tuple[int, ...], ...], victim: int, numel: int
 ) -> None:
-    pool = pools[sum(map(len, hosts))]
+    pool = own_ranks(sum(map(len, hosts)))
     for rank, answer in enumerate(pool.run(go_on_until_one_dies, hosts, victim, numel, expect_errors=True)):
         assert isinstance(answer, RankError)
         if rank == victim:
@@ -83,6 +74,33 @@ def test_who_died_is_named_on_every_host(
 
 
 kept: list[Communicator] = []
+
+
+def leave_the_others_alone() -> list[str]:
+    """What is said of rank 1, which exits: between hosts of one rank each, and by an exchange."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    wires = [hosts_of(((0,), (1,), (2,))), PeerExchangeCommunicator(group)]
+    kept.extend(wires)
+    for wire in wires:
+        wire.all_reduce(torch.ones(300_000)).wait()
+    if group.rank() == 1:
+        os._exit(0)
+    said = []
+    for wire in wires:
+        with pytest.raises(PeerFailedError) as raised:
+            wire.all_reduce(torch.ones(300_000)).wait()
+        said.append(str(raised.value))
+    return said
+
+
+def test_a_rank_that_exits_is_named(own_ranks: Callable[[int], RankPool]) -> None:
+    first, exited, last = own_ranks(3).run(leave_the_others_alone, expect_errors=True)
+    assert isinstance(exited, RankError)
+    for rank, said in ((0, first), (2, last)):
+        assert not isinstance(said, RankError), said
+        for each in said:
+            assert "rank 1" in each
+            assert f"left rank {rank} alone in collective 2 (all_reduce sum of 300000 × torch.float32)" in each
 
 
 def lose_the_other_host(seconds_to_live: float) -> tuple[str, float]:
@@ -108,8 +126,8 @@ def lose_the_other_host(seconds_to_live: float) -> tuple[str, float]:
     return said, took
 
 
-def test_a_failure_between_hosts_is_told_inside_them(pools: dict[int, RankPool]) -> None:
-    first, second, _ = pools[3].run(lose_the_other_host, 15.0)
+def test_a_failure_between_hosts_is_told_inside_them(own_ranks: Callable[[int], RankPool]) -> None:
+    first, second, _ = own_ranks(3).run(lose_the_other_host, 15.0)
     for said, _ in (first, second):
         assert "rank 2 has given its communicator up: the disk is full" in said
 
@@ -132,8 +150,8 @@ def wait_too_long(numbers: list[int]) -> str:
     return said
 
 
-def test_ranks_of_shared_memory_are_called_by_their_number_in_the_world(pools: dict[int, RankPool]) -> None:
-    said = pools[3].run(wait_too_long, [1, 2])[1]
+def test_ranks_of_shared_memory_are_called_by_their_number_in_the_world(own_ranks: Callable[[int], RankPool]) -> None:
+    said = own_ranks(3).run(wait_too_long, [1, 2])[1]
     assert said.startswith("rank 1 (0 in its group) waited 0.3 s")
     assert "for rank 2 (1 in its group) (process " in said
 
@@ -146,8 +164,8 @@ def die_in_the_group(numel: int) -> None:
         wire.all_reduce(torch.ones(numel)).wait()
 
 
-def test_a_process_group_says_what_the_first_to_fail_has_said(pools: dict[int, RankPool]) -> None:
-    answers = pools[3].run(die_in_the_group, 100, expect_errors=True)
+def test_a_process_group_says_what_the_first_to_fail_has_said(own_ranks: Callable[[int], RankPool]) -> None:
+    answers = own_ranks(3).run(die_in_the_group, 100, expect_errors=True)
     for answer in answers:
         assert isinstance(answer, RankError)
         assert "rank 1 has given its communicator up: the disk is full" in answer.message
@@ -169,16 +187,16 @@ class Stuck:
 
 @pytest.mark.parametrize("error", [True, False])
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, error: bool) -> None:
-    monkeypatch.setattr(root_cause, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(transport_state, "STORE_SECONDS", 0.05)
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _: Stuck(error))
     group = Stuck(True)
-    assert root_cause.find_root_cause(group, "rank 1 fell") == "rank 1 fell"
+    assert transport_state.find_root_cause(group, "rank 1 fell") == "rank 1 fell"
     # Nor asked again, though it would answer now.
     store = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _: store)
-    store.set(root_cause.KEY, "rank 2 fell")
-    assert root_cause.find_root_cause(group, "rank 1 fell") == "rank 1 fell"
-    assert root_cause.find_root_cause(Stuck(True), "rank 1 fell") == "rank 1 fell. Before that, rank 2 fell"
+    store.set(transport_state.FAILED_KEY, "rank 2 fell")
+    assert transport_state.find_root_cause(group, "rank 1 fell") == "rank 1 fell"
+    assert transport_state.find_root_cause(Stuck(True), "rank 1 fell") == "rank 1 fell. Before that, rank 2 fell"
 
 
 @pytest.mark.parametrize("in_circle", [False, True])
@@ -192,7 +210,7 @@ def test_a_group_made_anew_at_the_same_store_hears_nothing_of_the_old_one(
     for _ in range(2):
         group, part = Stuck(True), Stuck(True)
         if in_circle:
-            root_cause.FailureDomain(group).add(part)
-        root_cause.clear_root_cause(part)
-        assert root_cause.find_root_cause(part, "rank 1 fell") == "rank 1 fell"
-        assert root_cause.find_root_cause(part, "rank 0 let go") == "rank 0 let go. Before that, rank 1 fell"
+            transport_state.FailureDomain(group).add(part)
+        transport_state.clear_root_cause(part)
+        assert transport_state.find_root_cause(part, "rank 1 fell") == "rank 1 fell"
+        assert transport_state.find_root_cause(part, "rank 0 let go") == "rank 0 let go. Before that, rank 1 fell"

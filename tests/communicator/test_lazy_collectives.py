@@ -2,13 +2,12 @@
 
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.communicator import Communicator, ProcessGroupCommunicator, SharedMemoryCommunicator, background
+from gradsync.communicator import Communicator, background
 from gradsync.communicator.background import Background
 from tests.ranks import pool_of
 from tests.wires import fresh_wire
@@ -63,24 +62,6 @@ def meet_elsewhere(kind: str) -> list[float]:
 @pytest.mark.parametrize("kind", ["shared-memory", "group", "peer-exchange"])
 def test_a_barrier_may_come_before_the_wait(kind: str) -> None:
     assert pool_of(2).run(meet_elsewhere, kind) == [[2.0]] * 2
-
-
-def never_wait() -> tuple[bool, list[bool]]:
-    """Nobody waits at all; order and results are what they always are."""
-    wire = SharedMemoryCommunicator(ProcessGroupCommunicator(dist.new_group()), timeout=SECONDS)  # type: ignore[arg-type]
-    tensors = [torch.full((SMALL,), float(number)) for number in range(20)]
-    ended: list[int] = []
-    handles: list[Any] = [wire.all_reduce(tensor) for tensor in tensors]
-    deadline = time.monotonic() + SECONDS
-    for number, handle in enumerate(handles):
-        while not handle.work.ended and time.monotonic() < deadline:
-            time.sleep(0.001)
-        ended.append(number)
-    return ended == list(range(20)), [bool((tensor == 2 * number).all()) for number, tensor in enumerate(tensors)]
-
-
-def test_what_nobody_waits_for_ends() -> None:
-    assert pool_of(2).run(never_wait) == [(True, [True] * 20)] * 2
 
 
 class Leisurely:

@@ -1,8 +1,8 @@
 """A training whose wire is lost hands out no mean any more, whatever its loop catches; one that failed can go on."""
 
-import signal
+import contextlib
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 
 import gradsync
 from gradsync.communicator import Communicator
-from gradsync.errors import CommunicatorLostError, GradsyncError, PeerFailedError
+from gradsync.errors import CommunicatorLostError, GradsyncError
+from tests.communicator.test_failures import interrupted
 from tests.ranks import pool_of
 from tests.wires import fresh_wire
 
@@ -25,32 +26,18 @@ TROUBLE = 2
 _kept: list[Communicator] = []
 
 
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def trouble(rank: int, *, by_interrupt: bool) -> Iterator[None]:
+    """Rank 1 comes later than the group's timeout, or rank 0 is interrupted as it waits for it."""
+    if rank == 1:
+        time.sleep(0.6 if by_interrupt else 4.0)
+    with interrupted() if by_interrupt and rank == 0 else contextlib.nullcontext():
+        yield
 
 
-class Trouble:
-    """In one step rank 1 comes later than the group's timeout, or rank 0 is interrupted as it waits for it."""
-
-    def __init__(self, rank: int, *, interrupted: bool) -> None:
-        self._rank, self._interrupted = rank, interrupted
-
-    def __enter__(self) -> None:
-        if self._rank == 1:
-            time.sleep(0.6 if self._interrupted else 4.0)
-        elif self._interrupted:
-            self._before = signal.signal(signal.SIGALRM, interrupt)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-
-    def __exit__(self, *_: object) -> None:
-        if self._interrupted and self._rank == 0:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            signal.signal(signal.SIGALRM, self._before)
-
-
-def train_on(name: str, interrupted: bool) -> list[str]:
+def train_on(name: str, by_interrupt: bool) -> list[str]:
     """What each step came to, on a rank that catches everything and goes on."""
-    wire = fresh_wire(name, 30.0 if interrupted else 2.0)
+    wire = fresh_wire(name, 30.0 if by_interrupt else 2.0)
     _kept.append(wire)
     torch.manual_seed(0)
     model = gradsync.DistributedDataParallel(nn.Linear(4, 1, bias=False), communicator=wire)
@@ -60,7 +47,7 @@ def train_on(name: str, interrupted: bool) -> list[str]:
         try:
             loss = model(torch.full((1, 4), float(step + wire.rank))).sum()
             if step == TROUBLE:
-                with Trouble(wire.rank, interrupted=interrupted):
+                with trouble(wire.rank, by_interrupt=by_interrupt):
                     loss.backward()
             else:
                 loss.backward()
@@ -85,59 +72,13 @@ def train_on(name: str, interrupted: bool) -> list[str]:
     ],
 )
 @pytest.mark.parametrize(
-    "interrupted", [pytest.param(False, id="late", marks=pytest.mark.breadth), pytest.param(True, id="interrupted")]
+    "by_interrupt", [pytest.param(False, id="late", marks=pytest.mark.breadth), pytest.param(True, id="interrupted")]
 )
-def test_a_loop_that_goes_on_gets_no_mean(name: str, interrupted: bool) -> None:
-    first, second = pool_of(2).run(train_on, name, interrupted)
+def test_a_loop_that_goes_on_gets_no_mean(name: str, by_interrupt: bool) -> None:
+    first, second = pool_of(2).run(train_on, name, by_interrupt)
     lost = CommunicatorLostError.__name__
-    assert first == ["right"] * TROUBLE + ["interrupted" if interrupted else lost] + [lost] * (STEPS - TROUBLE - 1)
+    assert first == ["right"] * TROUBLE + ["interrupted" if by_interrupt else lost] + [lost] * (STEPS - TROUBLE - 1)
     # What the first rank had sent before it gave up may still arrive, once, and is right.
     assert second[:TROUBLE] == ["right"] * TROUBLE
     assert set(second[TROUBLE:]) <= {"right", lost}
     assert second[TROUBLE + 1 :] == [lost] * (STEPS - TROUBLE - 1)
-
-
-class Explode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise ZeroDivisionError("no luck")
-
-
-class Net(nn.Module):
-    """Its backward fails, after its last layer has had its gradients, while it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
-        self.explodes = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        return self.last(Explode.apply(x) if self.explodes else x)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def fail_and_go_on() -> tuple[str, bool]:
-    model = gradsync.DistributedDataParallel(Net())
-    said = ""
-    model.module.explodes = dist.get_rank() == 1
-    try:
-        model(torch.ones(1, 4)).sum().backward()
-    except (PeerFailedError, ZeroDivisionError) as error:
-        said = type(error).__name__
-    model.module.explodes = False
-    model.zero_grad()
-    model(torch.ones(1, 4)).sum().backward()
-    gradient = model.module.last.bias.grad
-    return said, gradient is not None and gradient.tolist() == [1.0]
-
-
-def test_a_backward_that_failed_elsewhere_is_no_lost_wire() -> None:
-    assert pool_of(2).run(fail_and_go_on) == [("PeerFailedError", True), ("ZeroDivisionError", True)]
-
-
-def test_whoever_catches_a_failed_peer_catches_a_lost_wire() -> None:
-    assert issubclass(gradsync.CommunicatorLostError, gradsync.PeerFailedError)

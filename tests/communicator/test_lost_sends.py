@@ -7,7 +7,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,14 +23,6 @@ from tests.wires import fresh_wire
 pytestmark = pytest.mark.timeout(120)
 
 TIMEOUT = 40.0
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Ranks of their own: one does not survive its test."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 def reset_when_closed() -> None:
@@ -70,8 +62,8 @@ def lose_a_send(name: str) -> tuple[str, float]:
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", ["peer-exchange", "group"])
-def test_nobody_waits_for_a_send_that_gloo_has_lost(pool: RankPool, name: str) -> None:
-    died, answer = pool.run(lose_a_send, name, expect_errors=True)
+def test_nobody_waits_for_a_send_that_gloo_has_lost(own_ranks: Callable[[int], RankPool], name: str) -> None:
+    died, answer = own_ranks(2).run(lose_a_send, name, expect_errors=True)
     assert isinstance(died, RankError)
     assert died.kind == "RankDied"
     assert not isinstance(answer, RankError), answer
@@ -93,5 +85,5 @@ def end_waits() -> list[bool]:
     return outcome
 
 
-def test_only_the_wait_for_a_send_is_ended(pool: RankPool) -> None:
-    assert pool.run(end_waits)[1] == [True, False, False, False]
+def test_only_the_wait_for_a_send_is_ended(own_ranks: Callable[[int], RankPool]) -> None:
+    assert own_ranks(2).run(end_waits)[1] == [True, False, False, False]

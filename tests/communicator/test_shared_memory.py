@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,6 @@ from tests.ranks import RankError, RankPool
 pytestmark = pytest.mark.timeout(120)
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Ranks of its own: some of them do not survive their test."""
-    pool = RankPool(3)
-    yield pool
-    pool.close()
 
 
 def group_wire() -> ProcessGroupCommunicator:
@@ -73,8 +65,8 @@ def descriptors() -> list[str]:
     return [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
 
 
-def test_memory_has_no_name_and_goes_with_the_last_tensor(pool: RankPool) -> None:
-    for seen in pool.run(reduce_buckets):
+def test_memory_has_no_name_and_goes_with_the_last_tensor(own_ranks: Callable[[int], RankPool]) -> None:
+    for seen in own_ranks(3).run(reduce_buckets):
         before, after = seen["segments"]  # type: ignore[misc]
         assert after == before - 1
         assert seen["in /dev/shm"] == []
@@ -111,8 +103,8 @@ def allocate_while_some_let_go() -> list[float]:
     return sums
 
 
-def test_ranks_may_let_go_of_memory_at_different_times(pool: RankPool) -> None:
-    assert pool.run(allocate_while_some_let_go) == [[6.0, 6.0]] * 3
+def test_ranks_may_let_go_of_memory_at_different_times(own_ranks: Callable[[int], RankPool]) -> None:
+    assert own_ranks(3).run(allocate_while_some_let_go) == [[6.0, 6.0]] * 3
 
 
 def allocate_more_than_a_slab() -> list[int]:
@@ -130,13 +122,13 @@ def allocate_more_than_a_slab() -> list[int]:
     return counts
 
 
-def test_slabs_that_nobody_uses_any_more_go(pool: RankPool) -> None:
+def test_slabs_that_nobody_uses_any_more_go(own_ranks: Callable[[int], RankPool]) -> None:
     """Four of these tensors fill a slab. Five lie in two of them, and with none left only the open one stays."""
-    assert pool.run(allocate_more_than_a_slab) == [[1, 2, 2, 1]] * 3
+    assert own_ranks(3).run(allocate_more_than_a_slab) == [[1, 2, 2, 1]] * 3
 
 
-def test_ranks_may_keep_their_tensors_in_different_places(pool: RankPool) -> None:
-    for results in pool.run(mixed_places):
+def test_ranks_may_keep_their_tensors_in_different_places(own_ranks: Callable[[int], RankPool]) -> None:
+    for results in own_ranks(3).run(mixed_places):
         for result in results:
             expected = 3 * torch.arange(result.numel(), dtype=torch.float64) + 3
             assert torch.equal(result, expected)
@@ -156,8 +148,8 @@ def run_in_the_background() -> bool:
     return arrived
 
 
-def test_a_bucket_is_reduced_while_its_rank_does_something_else(pool: RankPool) -> None:
-    assert pool.run(run_in_the_background) == [True] * 3
+def test_a_bucket_is_reduced_while_its_rank_does_something_else(own_ranks: Callable[[int], RankPool]) -> None:
+    assert own_ranks(3).run(run_in_the_background) == [True] * 3
 
 
 def wait_for_a_late_rank() -> float:
@@ -172,8 +164,8 @@ def wait_for_a_late_rank() -> float:
     return time.process_time() - busy
 
 
-def test_waiting_costs_no_processor_time(pool: RankPool) -> None:
-    assert max(pool.run(wait_for_a_late_rank)) < 0.25
+def test_waiting_costs_no_processor_time(own_ranks: Callable[[int], RankPool]) -> None:
+    assert max(own_ranks(3).run(wait_for_a_late_rank)) < 0.25
 
 
 # -- ranks that differ, or end ----------------------------------------------------------------------------------------
@@ -190,8 +182,8 @@ def start_different_collectives() -> str:
     return str(raised.value)
 
 
-def test_different_collectives_are_refused_on_all_ranks(pool: RankPool) -> None:
-    for message in pool.run(start_different_collectives):
+def test_different_collectives_are_refused_on_all_ranks(own_ranks: Callable[[int], RankPool]) -> None:
+    for message in own_ranks(3).run(start_different_collectives):
         assert "rank 0: all_reduce sum of 3 × torch.float32" in message
         assert "rank 1: all_reduce sum of 5 × torch.float32" in message
 
@@ -216,8 +208,8 @@ def go_on_until_rank_1_is_killed(numel: int, with_child: bool) -> float:
 @pytest.mark.parametrize(
     ("numel", "with_child"), [pytest.param(10, True, marks=pytest.mark.breadth), (1_000_000, False)]
 )
-def test_a_killed_rank_is_named(pool: RankPool, numel: int, with_child: bool) -> None:
-    answers = pool.run(go_on_until_rank_1_is_killed, numel, with_child, timeout=30, expect_errors=True)
+def test_a_killed_rank_is_named(own_ranks: Callable[[int], RankPool], numel: int, with_child: bool) -> None:
+    answers = own_ranks(3).run(go_on_until_rank_1_is_killed, numel, with_child, timeout=30, expect_errors=True)
     assert isinstance(answers[1], RankError)
     assert answers[1].kind == "RankDied"
     for rank in (0, 2):
@@ -230,22 +222,6 @@ def test_a_killed_rank_is_named(pool: RankPool, numel: int, with_child: bool) ->
 
 
 kept: list[SharedMemoryCommunicator] = []
-
-
-def stay_away() -> str:
-    wire = shared_wire(timeout=0.3)
-    kept.append(wire)  # so that it stays away, and does not leave
-    if wire.rank == 1:
-        return ""
-    with pytest.raises(gradsync.PeerFailedError) as raised:
-        wire.all_reduce(torch.ones(3)).wait()
-    return str(raised.value)
-
-
-def test_whoever_does_not_come_is_named_when_time_is_up(pool: RankPool) -> None:
-    first, _, third = pool.run(stay_away)
-    for message in (first, third):
-        assert "waited 0.3 s in collective 1 (all_reduce sum of 3 × torch.float32) for rank 1" in message
 
 
 def end_while_it_is_looked_for() -> str:
@@ -268,8 +244,8 @@ def end_while_it_is_looked_for() -> str:
     return said
 
 
-def test_an_end_is_not_taken_for_a_coming(pool: RankPool) -> None:
-    assert "rank 1 (process " in pool.run(end_while_it_is_looked_for)[0]
+def test_an_end_is_not_taken_for_a_coming(own_ranks: Callable[[int], RankPool]) -> None:
+    assert "rank 1 (process " in own_ranks(3).run(end_while_it_is_looked_for)[0]
 
 
 def leave_first() -> list[float]:
@@ -284,8 +260,8 @@ def leave_first() -> list[float]:
     return [float(tensor.mean()) for tensor in tensors]
 
 
-def test_a_rank_may_leave_after_its_part(pool: RankPool) -> None:
-    assert pool.run(leave_first) == [[3.0] * 3] * 3
+def test_a_rank_may_leave_after_its_part(own_ranks: Callable[[int], RankPool]) -> None:
+    assert own_ranks(3).run(leave_first) == [[3.0] * 3] * 3
 
 
 # -- where memory is short --------------------------------------------------------------------------------------------
@@ -310,36 +286,28 @@ class Lines(logging.Handler):
             logging.getLogger("gradsync").removeHandler(self)
 
 
-class ShortOfMemory:
-    """No file, and so no shared memory, of more than ``nbytes``, on rank 1."""
-
-    def __init__(self, rank: int, nbytes: int) -> None:
-        self._limit = nbytes if rank == 1 else resource.RLIM_INFINITY
-        self.log = Lines()
-
-    def __enter__(self) -> "ShortOfMemory":
-        logging.getLogger("gradsync").addHandler(self.log)
-        _, self._hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self._limit, self._hard))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, self._hard))
-        logging.getLogger("gradsync").removeHandler(self.log)
+@contextlib.contextmanager
+def short_of_memory(rank: int, nbytes: int) -> Iterator[list[str]]:
+    """No file, and so no shared memory, of more than ``nbytes``, on rank 1. Gives what is logged."""
+    log, (_, hard) = Lines(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes if rank == 1 else resource.RLIM_INFINITY, hard))
+    with log.listening():
+        yield log.lines
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
 
 
 def allocate_too_much() -> tuple[list[str], float]:
     wire = shared_wire()
-    with ShortOfMemory(wire.rank, 10_000_000) as short:
+    with short_of_memory(wire.rank, 10_000_000) as lines:
         buckets = [wire.allocate(3_000_000, torch.float32, CPU) for _ in range(2)]
     for bucket in buckets:
         bucket.fill_(wire.rank)
         wire.all_reduce(bucket).wait()
-    return short.log.lines, float(buckets[0].mean() + buckets[1].mean())
+    return lines, float(buckets[0].mean() + buckets[1].mean())
 
 
-def test_buckets_that_cannot_be_shared_take_another_way(pool: RankPool) -> None:
-    results = pool.run(allocate_too_much)
+def test_buckets_that_cannot_be_shared_take_another_way(own_ranks: Callable[[int], RankPool]) -> None:
+    results = own_ranks(3).run(allocate_too_much)
     assert [total for _, total in results] == [6.0] * 3
     lines = [lines for lines, _ in results]
     assert lines[0] == lines[2] == []
@@ -350,18 +318,18 @@ def test_buckets_that_cannot_be_shared_take_another_way(pool: RankPool) -> None:
 def train_without_shared_memory() -> tuple[str, list[str], torch.Tensor]:
     wire = group_wire()
     torch.manual_seed(0)
-    with ShortOfMemory(wire.rank, 1000) as short:
+    with short_of_memory(wire.rank, 1000) as lines:
         choice = fit_communicator(ProcessGroupCommunicator(dist.new_group()), CPU)
     model = gradsync.DistributedDataParallel(nn.Linear(3, 1), communicator=choice.communicator)
     model(torch.full((1, 3), float(wire.rank))).sum().backward()
     assert model.module.weight.grad is not None
-    return str(choice), short.log.lines, model.module.weight.grad
+    return str(choice), lines, model.module.weight.grad
 
 
 def test_without_any_shared_memory_the_group_is_used_and_the_log_says_so(
-    pool: RankPool,
+    own_ranks: Callable[[int], RankPool],
 ) -> None:
-    for choice, lines, gradient in pool.run(train_without_shared_memory):
+    for choice, lines, gradient in own_ranks(3).run(train_without_shared_memory):
         assert choice.startswith("the process group (memory cannot be shared")
         assert sum("gradients travel over sockets" in line for line in lines) == 1
         assert gradient.tolist() == [[1.0, 1.0, 1.0]]

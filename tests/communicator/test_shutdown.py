@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -48,14 +48,6 @@ def test_threads_of_gloo_are_given_a_moment(monkeypatch: pytest.MonkeyPatch) -> 
     assert next(looks) == ["R", "R"]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    """Ranks of its own: their wires have left."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 def test_a_wire_over_others_leaves_before_them() -> None:
     """Or its thread would begin theirs anew, after they have left."""
     left = []
@@ -92,8 +84,8 @@ def give_up_unwatched() -> list[str]:
     return left
 
 
-def test_giving_up_does_not_depend_on_who_watches(pool: RankPool) -> None:
-    assert pool.run(give_up_unwatched) == [[], []]
+def test_giving_up_does_not_depend_on_who_watches(own_ranks: Callable[[int], RankPool]) -> None:
+    assert own_ranks(2).run(give_up_unwatched) == [[], []]
 
 
 def leave_with_something_under_way(seconds: float) -> tuple[list[str], bool, list[str]]:
@@ -121,8 +113,8 @@ def leave_with_something_under_way(seconds: float) -> tuple[list[str], bool, lis
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.0003, 1.0], ids=["at once", "as they begin", "in the middle"])
-def test_nothing_is_at_work_when_the_interpreter_ends(pool: RankPool, seconds: float) -> None:
-    (left, is_kept, failures), (others_left, _, _) = pool.run(leave_with_something_under_way, seconds)
+def test_nothing_is_at_work_when_the_interpreter_ends(own_ranks: Callable[[int], RankPool], seconds: float) -> None:
+    (left, is_kept, failures), (others_left, _, _) = own_ranks(2).run(leave_with_something_under_way, seconds)
     assert left == others_left == []
     assert is_kept, "a thread of Gloo may be the last to hold it"
     assert len(failures) == 3

@@ -32,6 +32,11 @@ __all__ = ["Compatibility", "register_accelerator"]
 _OURS = "_set_by_gradsync"
 
 
+def _configured(name: str) -> Any:
+    """A field of ``dataloader_config``, to read."""
+    return property(lambda self: getattr(self.dataloader_config, name))
+
+
 class Compatibility(ProcessControl):
     """Lets scripts written for Accelerate's Accelerator run unchanged. All processes must call the collectives."""
 
@@ -74,14 +79,6 @@ class Compatibility(ProcessControl):
         return self.is_local_main_process
 
     @property
-    def split_batches(self) -> bool:
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        return self.dataloader_config.dispatch_batches
-
-    @property
     def even_batches(self) -> bool:
         """The ``even_batches`` of loaders that will be prepared; see :class:`DataLoaderConfiguration`."""
         return self.dataloader_config.even_batches
@@ -90,17 +87,11 @@ class Compatibility(ProcessControl):
     def even_batches(self, value: bool) -> None:
         self.dataloader_config = replace(self.dataloader_config, even_batches=value)
 
-    @property
-    def use_seedable_sampler(self) -> bool:
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        return self.dataloader_config.use_stateful_dataloader
+    split_batches = _configured("split_batches")
+    dispatch_batches = _configured("dispatch_batches")
+    use_seedable_sampler = _configured("use_seedable_sampler")
+    non_blocking = _configured("non_blocking")
+    use_stateful_dataloader = _configured("use_stateful_dataloader")
 
     # -- over processes --------------------------------------------------------------------------------------------
 

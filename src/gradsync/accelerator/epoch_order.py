@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from gradsync.base.errors import MismatchError
 from gradsync.communicator import Communicator
-from gradsync.communicator.agreement import gather_bytes, require_agreement
+from gradsync.communicator.agreement import gather_json, require_agreement
 
 __all__ = ["EpochOrder", "EpochPosition", "require_same_order"]
 
@@ -114,8 +113,8 @@ class EpochOrder:
             "length": -1 if self._only_rank_0 or length is None else length,
             "batch size": -1 if self._only_rank_0 or batch_size is None else batch_size,
         }
-        own = json.dumps([wanted.base or 0, wanted.seed or 0, wanted.ended, *compared.values()])
-        rows = [json.loads(text) for text in gather_bytes(self._communicator, own.encode())]
+        own = [wanted.base or 0, wanted.seed or 0, wanted.ended, *compared.values()]
+        rows = gather_json(self._communicator, own)
         _require_equal(compared, [row[3:] for row in rows])
         if states.numel() and not self._only_rank_0 and self._communicator.world_size > 1:
             sent = states.to(self._communicator.device)

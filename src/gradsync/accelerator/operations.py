@@ -6,8 +6,6 @@ none waits. Without a ``communicator`` the ranks are those of :func:`everyone`. 
 works; results never share memory with arguments or carry a graph, not even in a world of one.
 """
 
-import itertools
-import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -363,15 +361,12 @@ def _agree(
 ) -> list[torch.Tensor]:
     """The tensors of a call. Raises on every rank unless all make the same call, with alike tensors and no others."""
     leaves = leaves_of(tree)
-    described = [("call", call)]
-    described += [(path, describe(leaf) if _is_dense(leaf) else _kind(leaf)) for path, leaf in leaves]
-    descriptions: list[Any] = []
+    described = [(path, describe(leaf) if _is_dense(leaf) else _kind(leaf)) for path, leaf in leaves]
+    mismatch: MismatchError | None = None
     try:
-        require_agreement(communicator, call, described)
-    except MismatchError:
-        # Raised on every rank, so all gather what each rank has, for a better message.
-        payloads = gather_bytes(communicator, json.dumps(described).encode())
-        descriptions = [json.loads(payload) for payload in payloads]
+        require_agreement(communicator, call, [("call", call), *described], remedy=advice)
+    except MismatchError as error:
+        mismatch = error
     for path, leaf in leaves:
         if not _is_dense(leaf):
             raise UnsupportedTypeError(
@@ -379,8 +374,8 @@ def _agree(
                 f"{path} is {_kind(leaf)}: {reprlib.repr(leaf)}. Make a number a torch.tensor, a sparse tensor dense; "
                 "gather_object takes other values"
             )
-    if descriptions:
-        raise MismatchError(f"ranks differ in {call}: {_difference(descriptions)}. {advice}")
+    if mismatch is not None:
+        raise mismatch
     return [tensor for _, tensor in leaves]
 
 
@@ -392,17 +387,3 @@ def _kind(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return type(leaf).__name__
     return "a nested tensor" if leaf.is_nested else f"a {leaf.layout} tensor"
-
-
-def _difference(descriptions: list[list[list[str]]]) -> str:
-    """The first entry that is not the same everywhere, with the ranks that have it one way and the other."""
-    for entries in itertools.zip_longest(*descriptions, fillvalue=["nothing more", ""]):
-        ranks_with: dict[str, list[str]] = {}
-        for rank, (path, text) in enumerate(entries):
-            ranks_with.setdefault(f"{path}: {text}" if text else path, []).append(str(rank))
-        if len(ranks_with) > 1:
-            return "; ".join(
-                f"rank {ranks[0]} has {what}" if len(ranks) == 1 else f"ranks {', '.join(ranks)} have {what}"
-                for what, ranks in ranks_with.items()
-            )
-    return "nothing that can be named"

@@ -18,6 +18,7 @@ from gradsync.communicator.logs import log_errors, rank_name
 __all__ = [
     "agree_on_absent",
     "gather_bytes",
+    "gather_json",
     "make_together",
     "refuse",
     "require_agreement",
@@ -116,7 +117,7 @@ def together(
     except Exception as caught:
         error = caught
         message = {"error": f"{type(caught).__name__}: {caught}"}
-    answers = _gather_json(communicator, message)
+    answers = gather_json(communicator, message)
     failures = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
     if error is not None:
         refuse(communicator, error, undo)
@@ -130,11 +131,12 @@ def refuse(communicator: Communicator, error: Exception, undo: Undo | None = Non
     if undo is not None:
         with log_errors("undoing it failed"):
             undo()
-        _gather_json(communicator, None)
+        gather_json(communicator, None)
     raise error
 
 
-def _gather_json(communicator: Communicator, message: Any) -> list[Any]:
+def gather_json(communicator: Communicator, message: Any) -> list[Any]:
+    """Every rank's ``message``, which JSON can say, in rank order."""
     return [json.loads(payload) for payload in gather_bytes(communicator, json.dumps(message).encode())]
 
 

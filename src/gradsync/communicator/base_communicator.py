@@ -7,6 +7,8 @@ collective through one of two methods:
 - ``_queue_up`` for work that runs in Python from beginning to end: on the communicator's queue, in order;
 - ``_issue`` for work that proceeds by itself once started: at once or, if stages that come before it have not run yet,
   after them.
+
+A communicator over others may override ``_route``, which passes a collective on to one of them.
 """
 
 import logging
@@ -42,7 +44,7 @@ from gradsync.communicator.logs import LOGGER, log_errors, rank_name
 from gradsync.communicator.shutdown import register
 from gradsync.communicator.transport_state import TransportState
 
-__all__ = ["BaseCommunicator", "Shares", "Sizes", "Start"]
+__all__ = ["BaseCommunicator", "Here", "Shares", "Sizes", "Start"]
 
 Sizes = tuple[int, ...]
 """Elements per rank."""
@@ -52,6 +54,9 @@ Shares = Sizes | None
 
 Start = Callable[[Communicator], Handle]
 """Starts a collective on another communicator."""
+
+Here = Callable[[Collective], Handle]
+"""Starts a collective on this communicator."""
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -101,25 +106,37 @@ class BaseCommunicator:
     # -- the collectives ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Handle:
-        dtype = tensor.dtype
         # On the path of backward, where nothing is to be checked for a sum.
         if op != "sum":
-            check_operation(op, dtype)
+            check_operation(op, tensor.dtype)
         self._check("all_reduce", tensor)
-        return self._all_reduce(Collective(self, "all_reduce", op, tensor.numel(), dtype), tensor, op)
+        return self._route(
+            Collective(self, "all_reduce", op, tensor.numel(), tensor.dtype),
+            tensor,
+            lambda other: other.all_reduce(tensor, op),
+            lambda collective: self._all_reduce(collective, tensor, op),
+        )
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Handle:
         check_source(source, self.world_size)
         self._check("broadcast", tensor)
-        collective = Collective(self, "broadcast", f"from {source}", tensor.numel(), tensor.dtype)
-        return self._broadcast(collective, tensor, source)
+        return self._route(
+            Collective(self, "broadcast", f"from {source}", tensor.numel(), tensor.dtype),
+            tensor,
+            lambda other: other.broadcast(tensor, source),
+            lambda collective: self._broadcast(collective, tensor, source),
+        )
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, counts: Counts = None) -> Handle:
         check_together("all_gather", output, tensor)
         shares = check_shares("all_gather", output, tensor, counts, self.rank, self.world_size)
         self._check("all_gather", output)
-        collective = Collective(self, "all_gather", "", output.numel(), output.dtype)
-        return self._all_gather(collective, flat(output), flat(tensor), shares)
+        return self._route(
+            Collective(self, "all_gather", "", output.numel(), output.dtype),
+            output,
+            lambda other: other.all_gather(output, tensor, shares),
+            lambda collective: self._all_gather(collective, flat(output), flat(tensor), shares),
+        )
 
     def reduce_scatter(
         self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum", counts: Counts = None
@@ -128,8 +145,12 @@ class BaseCommunicator:
         check_together("reduce_scatter", output, tensor)
         shares = check_shares("reduce_scatter", tensor, output, counts, self.rank, self.world_size)
         self._check("reduce_scatter", tensor)
-        collective = Collective(self, "reduce_scatter", op, tensor.numel(), tensor.dtype)
-        return self._reduce_scatter(collective, flat(output), flat(tensor), op, shares)
+        return self._route(
+            Collective(self, "reduce_scatter", op, tensor.numel(), tensor.dtype),
+            tensor,
+            lambda other: other.reduce_scatter(output, tensor, op, shares),
+            lambda collective: self._reduce_scatter(collective, flat(output), flat(tensor), op, shares),
+        )
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_counts: Counts = None, input_counts: Counts = None
@@ -143,11 +164,19 @@ class BaseCommunicator:
                 f"{arriving[self.rank]} by output_counts"
             )
         self._check("all_to_all", tensor)
-        collective = Collective(self, "all_to_all", "", tensor.numel(), tensor.dtype)
-        return self._all_to_all(collective, flat(output), flat(tensor), arriving, leaving)
+        return self._route(
+            Collective(self, "all_to_all", "", tensor.numel(), tensor.dtype),
+            tensor,
+            lambda other: other.all_to_all(output, tensor, arriving, leaving),
+            lambda collective: self._all_to_all(collective, flat(output), flat(tensor), arriving, leaving),
+        )
+
+    def _route(self, collective: Collective, tensor: torch.Tensor, elsewhere: Start, here: Here) -> Handle:
+        """Start the collective ``here``; a communicator over others may start it on one of them, ``elsewhere``."""
+        return here(collective)
 
     def abort(self, reason: str) -> None:
-        self._give_up(f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}", reason)
+        self._give_up(self._given_up_text(reason), reason)
 
     def lose(self, message: str) -> None:
         """Other ranks are known to be gone from an outside source: raise CommunicatorLostError with ``message`` here.
@@ -156,43 +185,24 @@ class BaseCommunicator:
         """
         self._give_up(message, message)
 
+    def _given_up_text(self, reason: str) -> str:
+        return f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}"
+
     def _give_up(self, message: str, reason: str) -> None:
         if not self._is_forked:
             self._fail(CommunicatorLostError(message))
             self._tell_once(reason)
 
-    # -- what a communicator implements: these five, or one that passes all of them on -------------------------------
+    # -- what a communicator implements -------------------------------------------------------------------------------
 
-    def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        return self._delegate(collective, tensor, lambda communicator: communicator.all_reduce(tensor, op))
-
-    def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        return self._delegate(collective, tensor, lambda communicator: communicator.broadcast(tensor, source))
-
-    def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        return self._delegate(collective, tensor, lambda communicator: communicator.all_gather(output, tensor, shares))
-
-    def _reduce_scatter(
-        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
-    ) -> Handle:
-        return self._delegate(
-            collective, tensor, lambda communicator: communicator.reduce_scatter(output, tensor, op, shares)
-        )
-
-    def _all_to_all(
-        self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
-    ) -> Handle:
-        return self._delegate(
-            collective, tensor, lambda communicator: communicator.all_to_all(output, tensor, arriving, leaving)
-        )
-
-    def _delegate(self, collective: Collective, tensor: torch.Tensor, start: Start) -> Handle:
-        """Have ``start`` run the collective on another communicator. By default there is none: a communicator that
-        serves one purpose need not implement all five. Nothing has been sent or counted by then."""
+    def _lacks(self, collective: Collective, *_: Any, **__: Any) -> Handle:
+        """A communicator that serves one purpose need not implement all five. Nothing was sent or counted by then."""
         kind = collective.kind
         raise ConfigurationError(
             f"{type(self).__name__} has no {kind}. Write _{kind} in it, or use another communicator"
         )
+
+    _all_reduce = _broadcast = _all_gather = _reduce_scatter = _all_to_all = _lacks
 
     def _check(self, kind: str, tensor: torch.Tensor) -> None:
         """Refuse what this communicator cannot move or reduce."""
@@ -216,10 +226,7 @@ class BaseCommunicator:
         if self.state.failure is not None:
             self._refuse_after_failure()
         queue = self._background or self._queue
-        collective.number = (queue.place() or self._order).next()
-        collective.place = self.state.next_place()
-        if self._logs:
-            self._log_start(collective)
+        self._take_place(collective, queue.place() or self._order)
 
         def work() -> None:
             if self.state.failure is not None:
@@ -242,10 +249,7 @@ class BaseCommunicator:
         if self.state.failure is not None:
             self._refuse_after_failure()
         place = self._order if self._background is None else self._place()
-        collective.number = place.next()
-        collective.place = self.state.next_place()
-        if self._logs:
-            self._log_start(collective)
+        self._take_place(collective, place)
         try:
             if self._background is not None and place is self._order and self._background.busy:
                 collective.work = self._issue_in_turn(self._background, start, on_host=on_host)
@@ -261,6 +265,12 @@ class BaseCommunicator:
         if self._logs:
             self._log_end(collective)
         return collective
+
+    def _take_place(self, collective: Collective, numbering: Numbering) -> None:
+        collective.number = numbering.next()
+        collective.place = self.state.next_place()
+        if self._logs:
+            self._log_start(collective)
 
     def _issue_in_turn(self, queue: Background, start: Callable[[], Work], *, on_host: bool) -> Work:
         """Have ``start`` begin the collective after the stages that are still to be run."""

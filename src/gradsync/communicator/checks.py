@@ -123,11 +123,7 @@ def check_shares(
                 f"{sides[1]} is {_described(share)}. Pass counts= if shares differ"
             )
         return None
-    sizes = _checked(kind, "counts", counts, world_size)
-    if sum(sizes) != whole.numel():
-        raise ConfigurationError(
-            f"{kind}: counts {list(sizes)} make {sum(sizes)} elements, {sides[0]} is {_described(whole)}"
-        )
+    sizes = _checked(kind, "counts", counts, world_size, sides[0], whole)
     if sizes[rank] != share.numel():
         raise ConfigurationError(
             f"{kind}: counts {list(sizes)} give this rank {sizes[rank]} elements, {sides[1]} is {_described(share)}"
@@ -144,19 +140,22 @@ def check_parts(kind: str, name: str, tensor: torch.Tensor, counts: Counts, worl
                 "Pass output_counts= and input_counts= if parts differ"
             )
         return (tensor.numel() // world_size,) * world_size
-    sizes = _checked(kind, "output_counts" if name == "output" else "input_counts", counts, world_size)
-    if sum(sizes) != tensor.numel():
-        raise ConfigurationError(
-            f"{kind}: counts {list(sizes)} make {sum(sizes)} elements, {name} is {_described(tensor)}"
-        )
-    return sizes
+    counted = "output_counts" if name == "output" else "input_counts"
+    return _checked(kind, counted, counts, world_size, name, tensor)
 
 
-def _checked(kind: str, name: str, counts: Sequence[int], world_size: int) -> tuple[int, ...]:
+def _checked(
+    kind: str, name: str, counts: Sequence[int], world_size: int, whole_name: str, whole: torch.Tensor
+) -> tuple[int, ...]:
+    """The ``counts``, which the caller passed as ``name``, of all parts of ``whole``, which was ``whole_name``."""
     sizes = tuple(int(count) for count in counts)
     if len(sizes) != world_size or min(sizes) < 0:
         raise ConfigurationError(
             f"{kind}: {name} must be {world_size} numbers that are not negative, one for every rank, got {list(sizes)}"
+        )
+    if sum(sizes) != whole.numel():
+        raise ConfigurationError(
+            f"{kind}: counts {list(sizes)} make {sum(sizes)} elements, {whole_name} is {_described(whole)}"
         )
     return sizes
 

@@ -210,10 +210,8 @@ class Collective:
         return f"{self.name()} ({self.what()}, {self.numel * self.dtype.itemsize} bytes)"
 
 
-class InlineWork(Generic[T]):
-    """Work that the waiting thread does itself."""
-
-    __slots__ = ("_run", "result")
+class InlineWork(_Done, Generic[T]):
+    """Work that the waiting thread, the only one to know of it, does itself."""
 
     result: T
 
@@ -222,12 +220,6 @@ class InlineWork(Generic[T]):
 
     def wait(self) -> None:
         self.result = self._run()
-
-    def done(self) -> bool:
-        return False
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        callback()
 
 
 class Allocation(Collective):

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from gradsync.base.errors import ConfigurationError, GradsyncError, MismatchError
 from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
-from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
+from gradsync.communicator.base_communicator import BaseCommunicator, Here, Shares, Sizes, Start
 from gradsync.communicator.collective import DONE, Collective, Work
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
-from gradsync.communicator.reducing import divide
-from gradsync.communicator.root_cause import FailureDomain, find_root_cause
+from gradsync.communicator.reducing import divide, work_on_flat
 from gradsync.communicator.topology import CommunicatorFactory, HostLayout, find_topology, make_subgroups
+from gradsync.communicator.transport_state import FailureDomain, find_root_cause
 
 __all__ = ["HierarchicalCommunicator", "Way"]
 
@@ -144,19 +144,16 @@ class HierarchicalCommunicator(BaseCommunicator):
         collective = Collective(self, "all_reduce", "sum by hosts", tensor.numel(), tensor.dtype)
         return self._start(collective, tensor, lambda flat: self._reduce(flat, "sum", way))
 
+    def _route(self, collective: Collective, tensor: torch.Tensor, elsewhere: Start, here: Here) -> Handle:
+        return elsewhere(self.inside) if self._is_one_host else here(collective)
+
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        if self._is_one_host:
-            return self.inside.all_reduce(tensor, op)
         return self._start(collective, tensor, lambda flat: self._reduce(flat, op))
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        if self._is_one_host:
-            return self.inside.broadcast(tensor, source)
         return self._start(collective, tensor, lambda flat: self._give(flat, source))
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        if self._is_one_host:
-            return self.inside.all_gather(output, tensor, shares)
         if shares is not None:
             return self._start(collective, output, lambda flat: self._gather_uneven(flat, tensor, shares))
         return self._start(collective, output, lambda flat: self._gather(flat, tensor))
@@ -164,8 +161,6 @@ class HierarchicalCommunicator(BaseCommunicator):
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
     ) -> Handle:
-        if self._is_one_host:
-            return self.inside.reduce_scatter(output, tensor, op, shares)
         in_lanes = self._everybody_leads and shares is None
         scatter = self._scatter_in_lanes if in_lanes else self._scatter_by_one
         return self._start(collective, output, lambda flat: scatter(flat, tensor, op, shares))
@@ -173,8 +168,6 @@ class HierarchicalCommunicator(BaseCommunicator):
     def _all_to_all(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
-        if self._is_one_host:
-            return self.inside.all_to_all(output, tensor, arriving, leaving)
         return self._start(collective, output, lambda flat: self._exchange(flat, tensor, arriving, leaving))
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -336,18 +329,12 @@ class HierarchicalCommunicator(BaseCommunicator):
         return flat.view(self.world_size, flat.numel() // self.world_size)
 
     def _start(self, collective: Collective, result: torch.Tensor, run: Callable[[torch.Tensor], None]) -> Handle:
-        def work() -> None:
-            flat = result.contiguous().view(-1)
-            run(flat)
-            if flat.data_ptr() != result.data_ptr():
-                result.copy_(flat.view_as(result))
-
         if result.is_cpu:
-            return self._queue_up(collective, work)
+            return self._queue_up(collective, lambda: work_on_flat(result, run))
 
         def run_now() -> Work:
             with torch.no_grad():
-                work()
+                work_on_flat(result, run)
             return DONE
 
         return self._issue(DeviceCollective(self, collective, result.device), run_now, on_host=False)

@@ -140,27 +140,6 @@ class InProcessWorld:
             _call_all_back(current)
         return _Joined(self, current, rank, collective)
 
-    def result(self, current: _Round, rank: int, collective: Collective) -> None:
-        """Return when the round is over and went well."""
-        with self._turns.left(unless=current.is_over), self._changed:
-            if self._changed.wait_for(lambda: current.is_over or self.failure is not None, self.timeout):
-                error = current.error if current.is_over else self.failure
-                if error is not None:
-                    raise error
-                return
-            missing = sorted(set(range(self.world_size)) - set(current.inputs))
-        raise CommunicatorLostError(
-            f"rank {rank} waited {self.timeout:g} s in {collective.describe()} for ranks {missing}. Every rank must "
-            "run the same collectives in the same order"
-        )
-
-    def when_over(self, current: _Round, callback: Callable[[], None]) -> None:
-        with self._changed:
-            if not current.is_over and self.failure is None:
-                current.callbacks.append(callback)
-                return
-        call_back(callback)
-
     def _conclude(self, current: _Round, combine: Combine) -> None:
         ranks = range(self.world_size)
         try:
@@ -199,13 +178,28 @@ class _Joined:
         self._world, self._round, self._rank, self._collective = world, current, rank, collective
 
     def wait(self) -> None:
-        self._world.result(self._round, self._rank, self._collective)
+        world, current = self._world, self._round
+        with world._turns.left(unless=current.is_over), world._changed:
+            if world._changed.wait_for(self.done, world.timeout):
+                error = current.error if current.is_over else world.failure
+                if error is not None:
+                    raise error
+                return
+            missing = sorted(set(range(world.world_size)) - set(current.inputs))
+        raise CommunicatorLostError(
+            f"rank {self._rank} waited {world.timeout:g} s in {self._collective.describe()} for ranks {missing}. Every "
+            "rank must run the same collectives in the same order"
+        )
 
     def done(self) -> bool:
         return self._round.is_over or self._world.failure is not None
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        self._world.when_over(self._round, callback)
+        with self._world._changed:
+            if not self.done():
+                self._round.callbacks.append(callback)
+                return
+        call_back(callback)
 
 
 class InProcessCommunicator(BaseCommunicator):
@@ -251,7 +245,7 @@ class InProcessCommunicator(BaseCommunicator):
         return self._issue(collective, lambda: self.world.join(collective, self.rank, output, brought, combine))
 
     def _tell_others(self, reason: str) -> None:
-        self.world.lose(CommunicatorLostError(f"rank {self.rank} has given its communicator up: {reason}"))
+        self.world.lose(CommunicatorLostError(self._given_up_text(reason)))
 
 
 def _combined(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:

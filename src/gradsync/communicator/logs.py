@@ -50,10 +50,6 @@ def log_errors(doing: str) -> Iterator[None]:
         LOGGER.exception("after a failure, %s", doing)
 
 
-class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Our own handler class, so that it is recognised and not added twice."""
-
-
 def configure_logging() -> None:
     """Set the level of the log, and log to stderr, if the environment asks for it."""
     name = os.environ.get(VARIABLE, "").strip().lower()
@@ -62,8 +58,10 @@ def configure_logging() -> None:
     if name not in LEVELS:
         raise ConfigurationError(f"{VARIABLE} must be one of {', '.join(LEVELS)}, got {os.environ[VARIABLE]!r}")
     LOGGER.setLevel(LEVELS[name])
-    if not any(isinstance(handler, _ToStderr) for handler in LOGGER.handlers):
-        handler = _ToStderr()
+    if not any(handler.get_name() == VARIABLE for handler in LOGGER.handlers):
+        handler = logging.StreamHandler()
+        # So that it is recognised and not added twice.
+        handler.set_name(VARIABLE)
         rank = next((os.environ[variable] for variable in RANK_VARIABLES if variable in os.environ), None)
         who = f"process {os.getpid()}" if rank is None else f"rank {rank}"
         handler.setFormatter(

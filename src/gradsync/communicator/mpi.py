@@ -202,7 +202,7 @@ class MPICommunicator(BaseCommunicator):
         def run() -> None:
             for piece, received in self._pieces_of_all(tensor, counts):
                 own = output[piece.start : piece.start + piece.counts[self.rank]]
-                self._combine(received, own, op)
+                combine_in_order(received, own, op)
 
         return self._start(collective, run)
 
@@ -336,7 +336,7 @@ class MPICommunicator(BaseCommunicator):
         numel = tensor.numel()
         gathered = self._scratch_of(self.world_size * numel, tensor.dtype)
         self._gather(gathered, tensor, [numel] * self.world_size)
-        self._combine(list(gathered.split(numel)), tensor, op)
+        combine_in_order(list(gathered.split(numel)), tensor, op)
 
     def _reduce_large(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         share = -(-tensor.numel() // self.world_size)
@@ -344,7 +344,7 @@ class MPICommunicator(BaseCommunicator):
         gathers = []
         for piece, received in self._pieces_of_all(tensor, [end - start for start, end in itertools.pairwise(ends)]):
             start = piece.offsets[self.rank]
-            self._combine(received, tensor[start : start + piece.counts[self.rank]], op)
+            combine_in_order(received, tensor[start : start + piece.counts[self.rank]], op)
             parts = self._parts(tensor, piece.counts, piece.offsets)
             gathers.append(self._comm.Iallgatherv(self._mpi.IN_PLACE, parts))
         for gather in gathers:
@@ -377,11 +377,6 @@ class MPICommunicator(BaseCommunicator):
                 yield receive()
         while under_way:
             yield receive()
-
-    def _combine(self, received: list[torch.Tensor], output: torch.Tensor, op: ReduceOp) -> None:
-        """Combine what was received in rank order, rounding after every rank: the same bits wherever it is computed."""
-        if output.numel():
-            combine_in_order(received, output, op)
 
     def _scratch_of(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for one collective at a time."""

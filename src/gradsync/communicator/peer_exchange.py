@@ -26,6 +26,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,13 +34,12 @@ import torch.distributed as dist
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.background import Background, Numbering
 from gradsync.communicator.base import Handle, ReduceOp
-from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
+from gradsync.communicator.base_communicator import BaseCommunicator, Here, Shares, Sizes, Start
 from gradsync.communicator.collective import Collective
-from gradsync.communicator.logs import rank_name
 from gradsync.communicator.peer_link import Exchange, Message, PeerLink
 from gradsync.communicator.process_group import ProcessGroupCommunicator, break_gloo, state_of
-from gradsync.communicator.reducing import offsets_of
-from gradsync.communicator.root_cause import find_root_cause
+from gradsync.communicator.reducing import combine, divide, offsets_of, work_on_flat
+from gradsync.communicator.transport_state import find_root_cause
 
 __all__ = ["PeerExchangeCommunicator"]
 
@@ -53,6 +53,12 @@ STEP_BYTES = 32 << 10
 DIRECT_BYTES = 1 << 20
 # Sizes of messages for which the rows of the scratch memory are kept. There are few, unless sizes are data.
 MOST_KNOWN = 64
+
+
+# The messages of a part, by the peer that sends it, each with where it arrives.
+_Arriving = dict[int, tuple[Message, torch.Tensor]]
+# Combines this rank's own piece with those that arrive, into the third argument.
+_Fold = Callable[[torch.Tensor, _Arriving, torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,16 +127,17 @@ class PeerExchangeCommunicator(BaseCommunicator):
         return self._link.place(number)
 
     def _tell_others(self, reason: str) -> None:
-        find_root_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")
+        find_root_cause(self.group, self._given_up_text(reason))
         break_gloo(self._link.backend, self.rank, self.world_size)
         self._link.give_up()
 
     # -- the collectives ----------------------------------------------------------------------------------------------
 
+    def _route(self, collective: Collective, tensor: torch.Tensor, elsewhere: Start, here: Here) -> Handle:
+        return here(collective) if tensor.is_cpu else elsewhere(self._gloo)
+
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        if not tensor.is_cpu:
-            return self._gloo.all_reduce(tensor, op)
-        fold = _fold(op, self.world_size, self.rank)
+        fold = partial(self._fold, op)
         if self._is_small(tensor):
             return self._start(collective, tensor, 1, lambda x, flat: self._reduce_at_once(x, flat, fold))
         cut = _cut_evenly(tensor.numel(), self.world_size, self._most(tensor))
@@ -141,8 +148,6 @@ class PeerExchangeCommunicator(BaseCommunicator):
         return self._start(collective, tensor, 2 * cut.parts, run)
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        if not tensor.is_cpu:
-            return self._gloo.broadcast(tensor, source)
         receivers = max(1, self.world_size - 1)
         # Passing on takes a step more, and spares the source's link all bytes but one copy.
         passed_on = receivers > 1 and tensor.nbytes > STEP_BYTES
@@ -154,8 +159,6 @@ class PeerExchangeCommunicator(BaseCommunicator):
         return self._start(collective, tensor, 2 * cut.parts, run)
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        if not tensor.is_cpu:
-            return self._gloo.all_gather(output, tensor, shares)
         cut = self._cut(output, shares)
 
         def run(exchange: Exchange, flat: torch.Tensor) -> None:
@@ -169,9 +172,7 @@ class PeerExchangeCommunicator(BaseCommunicator):
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
     ) -> Handle:
-        if not tensor.is_cpu:
-            return self._gloo.reduce_scatter(output, tensor, op, shares)
-        fold, cut = _fold(op, self.world_size, self.rank), self._cut(tensor, shares)
+        fold, cut = partial(self._fold, op), self._cut(tensor, shares)
 
         def run(exchange: Exchange, share: torch.Tensor) -> None:
             self._reduce(exchange, tensor, share, cut, fold, pass_on=False)
@@ -181,8 +182,6 @@ class PeerExchangeCommunicator(BaseCommunicator):
     def _all_to_all(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
-        if not tensor.is_cpu:
-            return self._gloo.all_to_all(output, tensor, arriving, leaving)
 
         def run(exchange: Exchange, flat: torch.Tensor) -> None:
             # A message for every peer, since no rank knows how many another pair would have.
@@ -196,7 +195,7 @@ class PeerExchangeCommunicator(BaseCommunicator):
 
     # -- what runs in the background ----------------------------------------------------------------------------------
 
-    def _reduce_at_once(self, exchange: Exchange, flat: torch.Tensor, fold: "_Fold") -> None:
+    def _reduce_at_once(self, exchange: Exchange, flat: torch.Tensor, fold: _Fold) -> None:
         """Reduce in one step: every rank sends everything to every other rank, and all sum everything."""
         *rows, total = self._rows(self.world_size, flat.numel(), flat.dtype)
         messages = self._receive_rows(exchange, rows, 0)
@@ -208,12 +207,12 @@ class PeerExchangeCommunicator(BaseCommunicator):
         flat.copy_(total)
 
     def _reduce(
-        self, exchange: Exchange, tensor: torch.Tensor, share: torch.Tensor, cut: _Cut, fold: "_Fold", *, pass_on: bool
+        self, exchange: Exchange, tensor: torch.Tensor, share: torch.Tensor, cut: _Cut, fold: _Fold, *, pass_on: bool
     ) -> None:
         """Sum this rank's share of ``tensor`` into ``share``, which with ``pass_on`` everybody else receives, too."""
         ahead = min(cut.parts, self._ahead)
         slots = self._rows(ahead * (self.world_size - 1), cut.part, tensor.dtype)
-        waiting: dict[int, dict[int, tuple[Message, torch.Tensor]]] = {}
+        waiting: dict[int, _Arriving] = {}
 
         def start(part: int) -> None:
             mine = cut.at(self.rank, part)
@@ -284,15 +283,11 @@ class PeerExchangeCommunicator(BaseCommunicator):
         self._refuse_after_failure()
         exchange = self._link.exchange(collective, messages, self._place())
 
-        def work() -> None:
-            flat = _flat(result)
+        def work(flat: torch.Tensor) -> None:
             run(exchange, flat)
             exchange.finish()
-            # Memory that is not in one piece was copied.
-            if flat is not result and flat.data_ptr() != result.data_ptr():
-                result.copy_(flat.view_as(result))
 
-        return self._queue_up(collective, work)
+        return self._queue_up(collective, lambda: work_on_flat(result, work))
 
     def _most(self, tensor: torch.Tensor) -> int:
         """The most elements that a part may have."""
@@ -325,45 +320,28 @@ class PeerExchangeCommunicator(BaseCommunicator):
             self._known_rows[key] = rows
         return rows
 
-    def _receive_rows(
-        self, exchange: Exchange, rows: list[torch.Tensor], number: int
-    ) -> dict[int, tuple[Message, torch.Tensor]]:
+    def _receive_rows(self, exchange: Exchange, rows: list[torch.Tensor], number: int) -> _Arriving:
         return {
             peer: (exchange.receive(peer, row, number), row) for peer, row in zip(self._link.peers, rows, strict=True)
         }
 
+    def _fold(self, op: ReduceOp, mine: torch.Tensor, arriving: _Arriving, total: torch.Tensor) -> None:
+        """Combine what the peers sent with this rank's own piece, in rank order, into ``total``, which may be ``mine``.
 
-class _Fold:
-    """Combines what the peers sent with this rank's own piece, in rank order."""
-
-    def __init__(self, op: ReduceOp, world_size: int, rank: int) -> None:
-        self._op, self._world_size, self._rank = op, world_size, rank
-
-    def __call__(
-        self, mine: torch.Tensor, arriving: dict[int, tuple[Message, torch.Tensor]], total: torch.Tensor
-    ) -> None:
-        """Combine into ``total``, which may be ``mine``. What precedes this rank's turn is combined in rank 0's
-        piece."""
-        combine = torch.maximum if self._op == "max" else torch.add
+        What precedes this rank's turn is combined in rank 0's piece.
+        """
         so_far = mine
-        for rank in range(self._world_size):
+        for rank in range(self.world_size):
             piece = mine
-            if rank != self._rank:
+            if rank != self.rank:
                 message, piece = arriving[rank]
                 message.wait()
-            target = so_far if rank < self._rank else total
-            so_far = piece if rank == 0 else combine(so_far, piece, out=target)
-        if self._world_size == 1:
+            if rank == 0:
+                so_far = piece
+                continue
+            target = so_far if rank < self.rank else total
+            combine(so_far, piece, op, target)
+            so_far = target
+        if self.world_size == 1:
             total.copy_(mine)
-        if self._op == "average":
-            total.div_(self._world_size)
-
-
-@functools.lru_cache(maxsize=MOST_KNOWN)
-def _fold(op: ReduceOp, world_size: int, rank: int) -> _Fold:
-    return _Fold(op, world_size, rank)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where that is flat already: before the first message every view delays all ranks."""
-    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)
+        divide(total, op, self.world_size)

@@ -32,7 +32,7 @@ from gradsync.communicator.background import GivenUpError, Numbering
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.logs import join_names, rank_name
 from gradsync.communicator.process_group import is_timeout
-from gradsync.communicator.root_cause import find_root_cause
+from gradsync.communicator.transport_state import find_root_cause
 
 __all__ = ["Exchange", "Message", "PeerLink", "end_wait"]
 

@@ -21,9 +21,14 @@ from gradsync.communicator.collective import Collective, Work
 from gradsync.communicator.device_stage import DeviceCollective, DeviceWork
 from gradsync.communicator.logs import LOGGER, join_names, rank_name
 from gradsync.communicator.reducing import combine_in_order
-from gradsync.communicator.root_cause import clear_root_cause, find_root_cause
 from gradsync.communicator.shutdown import UnderWay, join_at_exit, keep_forever, keep_past_exit
-from gradsync.communicator.transport_state import Outstanding, StartedCollective, TransportState
+from gradsync.communicator.transport_state import (
+    Outstanding,
+    StartedCollective,
+    TransportState,
+    clear_root_cause,
+    find_root_cause,
+)
 
 __all__ = ["ProcessGroupCommunicator", "break_gloo", "is_timeout", "state_of"]
 
@@ -155,23 +160,14 @@ class ProcessGroupCommunicator(BaseCommunicator):
     # -- the collectives ----------------------------------------------------------------------------------------------
 
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        def start() -> Work:
-            options = dist.AllreduceOptions()
-            options.reduceOp = _OPERATIONS[op]
-            real = _as_real(tensor)
-            return self._work(self.group.allreduce([real], options), real)
-
-        return self._start(collective, tensor, start)
+        options, real = dist.AllreduceOptions(), _as_real(tensor)
+        options.reduceOp = _OPERATIONS[op]
+        return self._start(collective, tensor, lambda: self._work(self.group.allreduce([real], options), real))
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        def start() -> Work:
-            options = dist.BroadcastOptions()
-            options.rootRank = source
-            options.rootTensor = 0
-            moved = _as_bytes(tensor)
-            return self._work(self.group.broadcast([moved], options), moved)
-
-        return self._start(collective, tensor, start)
+        options, moved = dist.BroadcastOptions(), _as_bytes(tensor)
+        options.rootRank, options.rootTensor = source, 0
+        return self._start(collective, tensor, lambda: self._work(self.group.broadcast([moved], options), moved))
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
         if shares is not None:
@@ -180,11 +176,10 @@ class ProcessGroupCommunicator(BaseCommunicator):
                 collective, output, tensor.repeat(self.world_size), shares, (tensor.numel(),) * self.world_size
             )
 
-        def start() -> Work:
-            into, out = _as_bytes(output), _as_bytes(tensor)
-            return self._work(self.group._allgather_base(into, out, _AllgatherOptions()), into, out)
-
-        return self._start(collective, tensor, start)
+        into, out, options = _as_bytes(output), _as_bytes(tensor), _AllgatherOptions()
+        return self._start(
+            collective, tensor, lambda: self._work(self.group._allgather_base(into, out, options), into, out)
+        )
 
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
@@ -192,13 +187,11 @@ class ProcessGroupCommunicator(BaseCommunicator):
         if shares is not None:
             return self._exchange_and_reduce(collective, output, tensor, op, shares)
 
-        def start() -> Work:
-            options = dist.ReduceScatterOptions()
-            options.reduceOp = _OPERATIONS[op]
-            into, out = _as_real(output), _as_real(tensor)
-            return self._work(self.group._reduce_scatter_base(into, out, options), into, out)
-
-        return self._start(collective, tensor, start)
+        into, out, options = _as_real(output), _as_real(tensor), dist.ReduceScatterOptions()
+        options.reduceOp = _OPERATIONS[op]
+        return self._start(
+            collective, tensor, lambda: self._work(self.group._reduce_scatter_base(into, out, options), into, out)
+        )
 
     def _exchange_and_reduce(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Sizes
@@ -215,14 +208,13 @@ class ProcessGroupCommunicator(BaseCommunicator):
     def _all_to_all(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
-        def start() -> Work:
-            into, out = _as_bytes(output).view(-1), _as_bytes(tensor).view(-1)
-            # Counted in what they are sent as.
-            size = output.itemsize // into.itemsize
-            counts = [size * count for count in arriving], [size * count for count in leaving]
-            return self._work(self.group.alltoall_base(into, out, *counts), into, out)
-
-        return self._start(collective, tensor, start)
+        into, out = _as_bytes(output).view(-1), _as_bytes(tensor).view(-1)
+        # Counted in what they are sent as.
+        size = output.itemsize // into.itemsize
+        counts = [size * count for count in arriving], [size * count for count in leaving]
+        return self._start(
+            collective, tensor, lambda: self._work(self.group.alltoall_base(into, out, *counts), into, out)
+        )
 
     def _start(self, collective: Collective, tensor: torch.Tensor, start: Callable[[], Work]) -> Handle:
         if tensor.is_cpu:
@@ -311,7 +303,7 @@ class ProcessGroupCommunicator(BaseCommunicator):
         return CommunicatorLostError(find_root_cause(self.group, message))
 
     def _tell_others(self, reason: str) -> None:
-        find_root_cause(self.group, f"{rank_name(self.group, self.rank)} has given its communicator up: {reason}")
+        find_root_cause(self.group, self._given_up_text(reason))
         for device_type in self.group._device_types:
             backend = self.group._get_backend(device_type)
             if backend.name() == "gloo":

@@ -3,7 +3,7 @@
 Values are combined in rank order, rounding each time, so all communicators give the same bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ __all__ = [
     "cut_share",
     "divide",
     "offsets_of",
-    "put_back",
+    "work_on_flat",
 ]
 
 
@@ -70,7 +70,12 @@ def cut_share(everybodys: list[torch.Tensor], rank: int) -> Blocks:
     return [tuple(tensor[start : min(start + step, end)] for tensor in everybodys) for start in range(first, end, step)]
 
 
-def put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Copy ``flat`` back into ``tensor`` where it is a copy of it and not a view."""
-    if flat.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-        tensor.copy_(flat.view(tensor.shape))
+def work_on_flat(tensor: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
+    """Have ``run`` change ``tensor`` as a flat one: itself, a view, or a copy that is copied back if it has gaps."""
+    if tensor.is_contiguous():
+        # Before the first message every view delays all ranks.
+        run(tensor if tensor.dim() == 1 else tensor.view(-1))
+        return
+    copied = tensor.contiguous().view(-1)
+    run(copied)
+    tensor.copy_(copied.view(tensor.shape))

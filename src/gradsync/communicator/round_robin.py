@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.communicator.base import Communicator, Handle
-from gradsync.communicator.base_communicator import BaseCommunicator, Start
+from gradsync.communicator.base_communicator import BaseCommunicator, Here, Start
 from gradsync.communicator.collective import Collective, copy_failure
 from gradsync.communicator.device_stage import DeviceCollective
 from gradsync.communicator.process_group import ProcessGroupCommunicator
-from gradsync.communicator.root_cause import FailureDomain
 from gradsync.communicator.topology import CommunicatorFactory, make_subgroups
+from gradsync.communicator.transport_state import FailureDomain
 
 __all__ = ["RoundRobinCommunicator"]
 
@@ -77,11 +77,11 @@ class RoundRobinCommunicator(BaseCommunicator):
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._allocate_below(self.communicators[0], numel, dtype, device)
 
-    def _delegate(self, collective: Collective, tensor: torch.Tensor, start: Start) -> Handle:
+    def _route(self, collective: Collective, tensor: torch.Tensor, elsewhere: Start, here: Here) -> Handle:
         """Have the communicator run it whose turn it is when it is issued, after the stages before it."""
 
         def work() -> Handle:
-            handle = start(self.communicators[self._turn])
+            handle = elsewhere(self.communicators[self._turn])
             # Only now: what is refused takes no turn.
             self._turn = (self._turn + 1) % len(self.communicators)
             return handle

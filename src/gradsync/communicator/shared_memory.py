@@ -16,6 +16,7 @@ be more than one collective behind, because all ranks synchronize in each.
 import itertools
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -23,7 +24,7 @@ from gradsync.base.errors import GradsyncError, MismatchError
 from gradsync.communicator.agreement import make_together
 from gradsync.communicator.background import Background
 from gradsync.communicator.base import Communicator, Handle, ReduceOp
-from gradsync.communicator.base_communicator import BaseCommunicator, Shares, Sizes
+from gradsync.communicator.base_communicator import BaseCommunicator, Here, Shares, Sizes, Start
 from gradsync.communicator.checks import collectives_differ
 from gradsync.communicator.collective import Collective
 from gradsync.communicator.logs import LOGGER
@@ -34,7 +35,7 @@ from gradsync.communicator.reducing import (
     combine_in_order,
     cut_share,
     offsets_of,
-    put_back,
+    work_on_flat,
 )
 from gradsync.communicator.shared_heap import Heap, HostPeers, Location
 from gradsync.communicator.shared_signals import (
@@ -100,7 +101,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         # Of the stages that are used now: everybody's are the even ones, or the odd ones.
         self._number = 0
         # Nobody posts before all semaphores are there, and all ranks have the threads that they need.
-        make_together(self.over, "start its threads", self._begin)
+        make_together(self.over, "start its threads", self._start_threads)
 
     def _allocate_own(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Control memory and stages. All ranks come to the same end, and one that could not says why."""
@@ -111,7 +112,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         empty = torch.empty(0)
         return empty if control is None else control, empty if stages is None else stages
 
-    def _begin(self) -> None:
+    def _start_threads(self) -> None:
         self._queue.begin()
         self._signals.watch()
 
@@ -154,74 +155,58 @@ class SharedMemoryCommunicator(BaseCommunicator):
 
     # -- the collectives ------------------------------------------------------------------------------------------
 
+    def _route(self, collective: Collective, tensor: torch.Tensor, elsewhere: Start, here: Here) -> Handle:
+        return here(collective) if tensor.is_cpu else elsewhere(self.over)
+
     def _all_reduce(self, collective: Collective, tensor: torch.Tensor, op: ReduceOp) -> Handle:
-        if not tensor.is_cpu:
-            return self.over.all_reduce(tensor, op)
         call = Call("all_reduce", detail_of(op), tensor.dtype, collective.numel, collective.describe)
         reduce = self._reduce_small if tensor.nbytes <= SMALL_BYTES else self._reduce_large
-        return self._start(collective, tensor, lambda: reduce(call, tensor, op))
+        return self._start(collective, tensor, lambda: work_on_flat(tensor, lambda flat: reduce(call, flat, op)))
 
     def _broadcast(self, collective: Collective, tensor: torch.Tensor, source: int) -> Handle:
-        if not tensor.is_cpu:
-            return self.over.broadcast(tensor, source)
         call = Call("broadcast", source, tensor.dtype, collective.numel, collective.describe)
-        return self._start(collective, tensor, lambda: self._give(call, tensor, source))
+        give = partial(self._give, call, source)
+        return self._start(collective, tensor, lambda: work_on_flat(tensor, give))
 
     def _all_gather(self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, shares: Shares) -> Handle:
-        if not tensor.is_cpu:
-            return self.over.all_gather(output, tensor, shares)
         call = Call("all_gather", detail_of("sum", shares), tensor.dtype, collective.numel, collective.describe)
-        offsets = self._offsets(output, shares)
+        offsets = offsets_of(shares or (tensor.numel(),) * self.world_size)
         return self._start(collective, output, lambda: self._gather(call, output, tensor, offsets))
 
     def _reduce_scatter(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp, shares: Shares
     ) -> Handle:
-        if not tensor.is_cpu:
-            return self.over.reduce_scatter(output, tensor, op, shares)
         call = Call("reduce_scatter", detail_of(op, shares), tensor.dtype, collective.numel, collective.describe)
-        offsets = self._offsets(tensor, shares)
+        offsets = offsets_of(shares or (output.numel(),) * self.world_size)
         return self._start(collective, tensor, lambda: self._scatter(call, output, tensor, op, offsets))
 
     def _all_to_all(
         self, collective: Collective, output: torch.Tensor, tensor: torch.Tensor, arriving: Sizes, leaving: Sizes
     ) -> Handle:
-        if not tensor.is_cpu:
-            return self.over.all_to_all(output, tensor, arriving, leaving)
         call = Call("all_to_all", 0, tensor.dtype, 0, collective.describe)
         return self._start(collective, tensor, lambda: self._exchange(call, output, tensor, arriving, leaving))
 
     def _start(self, collective: Collective, tensor: torch.Tensor, run: Callable[[], None]) -> Handle:
         return self._queue_up(collective, run, lazy=tensor.nbytes <= LAZY_BYTES)
 
-    def _offsets(self, whole: torch.Tensor, shares: Shares) -> list[int]:
-        """The offsets at which the shares of ``whole`` begin and end."""
-        if shares is not None:
-            return offsets_of(shares)
-        share = whole.numel() // self.world_size
-        return [number * share for number in range(self.world_size + 1)]
-
     # -- how each is done -----------------------------------------------------------------------------------------
 
-    def _reduce_small(self, call: Call, tensor: torch.Tensor, op: ReduceOp) -> None:
-        flat = tensor.reshape(-1)
+    def _reduce_small(self, call: Call, flat: torch.Tensor, op: ReduceOp) -> None:
         stages = self._stages_now(flat)
         stages[self.rank].copy_(flat)
         self._meet_first(call)
         combine_in_order(stages, flat, op)
         self._number += 1
-        put_back(tensor, flat)
 
-    def _reduce_large(self, call: Call, tensor: torch.Tensor, op: ReduceOp) -> None:
-        place = self._heap.find(tensor) if tensor.is_contiguous() else None
+    def _reduce_large(self, call: Call, flat: torch.Tensor, op: ReduceOp) -> None:
+        place = self._heap.find(flat)
         headers = self._meet_first(call, place)
         if place is not None and all_somewhere(headers):
-            self._reduce_share(self._blocks(tensor, place, headers), op)
+            self._reduce_share(self._blocks(flat, place, headers), op)
             self._signals.meet(call.describe)
             self._number += 1
             return
         self._number += 1
-        flat = tensor.reshape(-1)
         for piece in flat.split(STAGE_BYTES // flat.itemsize):
             stages = self._stages_now(piece)
             stages[self.rank].copy_(piece)
@@ -230,7 +215,6 @@ class SharedMemoryCommunicator(BaseCommunicator):
             self._signals.meet(call.describe)
             piece.copy_(stages[self.rank])
             self._number += 1
-        put_back(tensor, flat)
 
     def _reduce_share(self, blocks: Blocks, op: ReduceOp) -> None:
         for first, *others in blocks:
@@ -238,8 +222,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
             for other in others:
                 other.copy_(first)
 
-    def _give(self, call: Call, tensor: torch.Tensor, source: int) -> None:
-        flat = tensor.reshape(-1)
+    def _give(self, call: Call, source: int, flat: torch.Tensor) -> None:
         # At least one, so that all ranks meet also for nothing.
         for piece in flat.split(STAGE_BYTES // flat.itemsize) if flat.numel() else [flat]:
             stages = self._stages_now(piece)
@@ -249,7 +232,6 @@ class SharedMemoryCommunicator(BaseCommunicator):
             if self.rank != source:
                 piece.copy_(stages[source])
             self._number += 1
-        put_back(tensor, flat)
 
     def _gather(self, call: Call, output: torch.Tensor, tensor: torch.Tensor, offsets: list[int]) -> None:
         everybodys = self._direct(call, output) if output.nbytes > SMALL_BYTES else None

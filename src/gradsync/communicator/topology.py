@@ -23,7 +23,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.agreement import make_together
 from gradsync.communicator.base import Communicator
 from gradsync.communicator.process_group import ProcessGroupCommunicator
-from gradsync.communicator.root_cause import FailureDomain
+from gradsync.communicator.transport_state import FailureDomain
 
 __all__ = ["HOST_VARIABLE", "CommunicatorFactory", "HostLayout", "find_topology", "host_identity", "make_subgroups"]
 
@@ -65,12 +65,6 @@ class HostLayout:
     def fewest(self) -> int:
         """The number of ranks of the host that has the fewest."""
         return min(len(host) for host in self.hosts)
-
-    def host(self, rank: int) -> int:
-        return self.places[rank][0]
-
-    def local_rank(self, rank: int) -> int:
-        return self.places[rank][1]
 
 
 def find_topology(communicator: Communicator) -> HostLayout:

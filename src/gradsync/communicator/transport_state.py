@@ -1,4 +1,6 @@
-"""What is in flight on a transport, and its first failure: read by other threads, without ever waiting for a lock.
+"""What is in flight on a transport, its first failure, and which rank failed first.
+
+Other threads read it, without ever waiting for a lock.
 
 On an accelerator nobody waits in a handle: the stream does, and the host only blocks much later, in
 ``torch.cuda.synchronize()`` or ``.item()``. To tell which collective a rank is stuck in, started collectives are
@@ -10,21 +12,37 @@ Completion is read from the future that torch's own NCCL watchdog completes (``W
 - reading it is not a CUDA call, which would break a graph that another thread is capturing.
 
 Work that failed has a result as well. It counts as outstanding: its kernels hang until something aborts them.
+
+[Note: root cause] A rank that fails disconnects its peers, which fail and disconnect theirs in turn: a rank that sees a
+connection close does not know where the failure began. So the first rank that fails leaves a message in the rendezvous
+store before it closes anything, and the others find it there. Nobody waits for a store that does not answer. The store
+may outlive its groups: when a group is created again, messages of earlier ones are deleted.
 """
 
 import itertools
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from gradsync.base.errors import GradsyncError
 
-__all__ = ["Outstanding", "PendingWait", "StartedCollective", "TransportState"]
+__all__ = [
+    "BEFORE",
+    "FailureDomain",
+    "Outstanding",
+    "PendingWait",
+    "StartedCollective",
+    "TransportState",
+    "clear_root_cause",
+    "find_root_cause",
+]
 
 SUCCESS = 0
 # Looking for the oldest removes those that have ended. From this many on, appending does, in case nobody looks.
@@ -192,3 +210,94 @@ class TransportState:
             if self.failure is not None:
                 self._flag.fill_(1.0)
         return self._flag
+
+
+# -- the rank that failed first: see [Note: root cause] ---------------------------------------------------------------
+
+# How much longer a failure may take for it. A store answers in less than a thousandth of that, if it does.
+STORE_SECONDS = 0.5
+FAILED_KEY = "gradsync/failed"
+# Between a rank's own message and that of the first rank to fail.
+BEFORE = ". Before that, "
+
+
+class FailureDomain:
+    """The groups of one communicator, which was created over ``group``: if one of them fails, all do."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        # Made on all ranks alike, so that it has the same number everywhere.
+        _made[group] = self.number = _made.get(group, 0) + 1
+        _delete(group, self.key)
+
+    @property
+    def key(self) -> str:
+        return f"{FAILED_KEY}/{self.number}"
+
+    def add(self, group: Any) -> None:
+        _failure_domains[group] = self
+
+
+_made: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+_failure_domains: "weakref.WeakKeyDictionary[Any, FailureDomain]" = weakref.WeakKeyDictionary()
+# Groups whose store has not answered: with one whose rank is stopped, each question would cost the whole patience.
+_unanswered: "weakref.WeakSet[Any]" = weakref.WeakSet()
+
+
+def find_root_cause(group: Any, message: str) -> str:
+    """The ``message``, followed by that of the first rank of ``group`` that failed, unless this is the first."""
+    domain = _failure_domains.get(group)
+    root, key = (group, FAILED_KEY) if domain is None else (domain.group, domain.key)
+
+    def ask() -> bytes:
+        answer: bytes = _store_of(root).compare_set(key, "", message)
+        return answer
+
+    answer = None if root in _unanswered else _within(STORE_SECONDS, ask)
+    if answer is None:
+        _unanswered.add(root)
+    first = (answer or b"").decode(errors="replace")
+    return message if first in ("", message) or first in message else f"{message}{BEFORE}{first}"
+
+
+def clear_root_cause(group: Any) -> None:
+    """Delete messages of earlier groups, when the first communicator over ``group`` is created."""
+    if group not in _failure_domains:
+        _delete(group, FAILED_KEY)
+
+
+def _delete(group: Any, key: str) -> None:
+    """Delete the message under ``key``, on rank 0 only.
+
+    One rank is enough: the others cannot get far enough to fail before rank 0 has been here.
+    """
+
+    def ask() -> bytes:
+        _store_of(group).delete_key(key)
+        return b""
+
+    if dist.get_rank(group) == 0 and dist.get_world_size(group) > 1:
+        _within(STORE_SECONDS, ask)
+
+
+def _store_of(group: Any) -> Any:
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+def _within(seconds: float, ask: Callable[[], bytes]) -> bytes | None:
+    answers: list[bytes] = []
+
+    def run() -> None:
+        # Whatever is wrong with the store: the failure is another one.
+        try:
+            answers.append(ask())
+        except Exception:
+            return
+
+    try:
+        thread = threading.Thread(target=run, name="gradsync root cause", daemon=True)
+        thread.start()
+        thread.join(seconds)
+    except RuntimeError:  # no thread left, or the interpreter ends
+        return None
+    return answers[0] if answers else None

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from gradsync.base.files import from_json_or
 from gradsync.communicator import BaseCommunicator
-from gradsync.communicator.root_cause import BEFORE
+from gradsync.communicator.transport_state import BEFORE
 from gradsync.health.watch.detector import SLOW_SECONDS, Detector, ExitRecord, RaisedError, Suspect
 from gradsync.health.watch.guards import Guards
 from gradsync.health.watch.messages import Member, exit_text, raised_error, sort_key, suspect_text
