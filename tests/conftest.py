@@ -40,8 +40,7 @@ PROCESSES = (2, 4)
 GPU_RANKS = (2, 3, 4)
 # Ranks on one GPU, where there is one, run the tests of the others, too. Counting GPUs starts nothing on them.
 HAS_GPU = PRETEND in os.environ or torch.cuda.device_count() > 0
-# Most by time slices, which find missing dependencies between streams; a few side by side.
-NCCL: list[tuple[Sharing, int]] = [("slices", 2), ("slices", 3), ("mps", 2)]
+NCCL: list[tuple[Sharing, int]] = [("mps", 2), ("mps", 3), ("slices", 2), ("slices", 3)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,15 +51,20 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--at-once", action="store_true", help="print failures as they happen: for runs that may be cut off"
+        "--at-once", action="store_true", help="print failures and times as they come: for runs that may be cut off"
     )
 
 
+SLOW_SECONDS = 4.0
+
+
 class AtOnce:
-    """Prints failures as they happen."""
+    """Prints failures as they happen, and how long slow tests took."""
 
     @staticmethod
     def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+        if report.duration > SLOW_SECONDS:
+            print(f"\n{report.duration:.0f} s {report.nodeid} ({report.when})", file=sys.__stdout__, flush=True)
         if report.failed:
             print(
                 f"\n{'_' * 20} {report.nodeid} ({report.when})\n{report.longreprtext}", file=sys.__stdout__, flush=True
@@ -216,6 +220,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if ON_GPU.search(item.name) and not item.path.stem.startswith("test_gpu")]
     mark_breadth([item for item in items if item not in set(on_gpu)])
     choose_on_gpu(on_gpu)
+    take_turns(items)
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
@@ -259,15 +264,16 @@ def mark_breadth(items: list[pytest.Item]) -> None:
 
 # What is tried over NCCL ranks on more than one kind of them.
 CORE = ("test_contract", "test_window")
-# How ranks share a GPU, and how many. Time slices find missing dependencies between streams.
-TURNS = (("slices", "2"), ("mps", "2"), ("slices", "2"), ("slices", "3"))
+# How ranks share a GPU, and how many. Time slices find missing dependencies between streams, and take their time.
+TURNS = (("mps", "2"), ("mps", "3"))
+CORE_TURNS = (("slices", "2"), ("mps", "3"))
 
 
 def choose_on_gpu(items: list[pytest.Item]) -> None:
-    """Of the tests over NCCL ranks, what runs in minutes: the rest is marked as breadth.
+    """Of the tests over NCCL ranks, what runs in minutes keeps its mark: the rest is marked as breadth.
 
-    Of each test one case runs, by turns on two ranks, on two side by side and on three, and with the first, the second
-    or another of its settings. Those of the core run on all kinds.
+    Of each test one case runs, by turns on two ranks side by side and on three, and with the first, the second or
+    another of its settings. Those of the core also run by time slices.
     """
     tests = defaultdict[str, list[pytest.Item]](list)
     for item in items:
@@ -284,14 +290,24 @@ def choose_on_gpu(items: list[pytest.Item]) -> None:
             found, replaced = ON_GPU.search(case.name), KIND.search(case.name)
             assert found is not None
             kinds[found.group(1), found.group(2) or (replaced.group(1) if replaced else "2")].append(case)
-        turns = TURNS if cases[0].path.stem in CORE else (TURNS[number % len(TURNS)], TURNS[0])
+        is_core = cases[0].path.stem in CORE
+        turns = CORE_TURNS if is_core else (TURNS[number % len(TURNS)], *TURNS)
         found_kinds = [kinds[turn] for turn in turns if kinds[turn]] or [cases]
-        if cases[0].path.stem not in CORE:
+        if not is_core:
             found_kinds = found_kinds[:1]
         chosen = [those[(number + place) % len(those)] for place, those in enumerate(found_kinds)]
         for case in cases:
             if case not in chosen:
+                case.own_markers = [mark for mark in case.own_markers if mark.name != "gpu"]
                 case.add_marker(pytest.mark.breadth)
+
+
+def take_turns(items: list[pytest.Item]) -> None:
+    """Time slices are shared by all that run: more workers would not be faster. One has pairs, one has more ranks."""
+    for item in items:
+        found = ON_GPU.search(item.name)
+        if found is not None and found.group(1) == "slices":
+            item.add_marker(pytest.mark.xdist_group("pairs" if found.group(2) in (None, "2") else "more"))
 
 
 def left_out(cases: list[pytest.Item]) -> list[pytest.Item]:

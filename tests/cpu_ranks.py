@@ -3,16 +3,13 @@
 __all__ = ["CPU_RANKS"]
 
 _ABSTAINING = "on GPUs a rank may abstain only with on_bad_step"
-_ATOMIC = "on GPUs torch adds sparse momentum by atomic operations, so bits differ between ranks"
 _CHUNKS = "on GPUs chunks of a bucket are larger"
 _COMPILED = "torch.compile traces the mode by which what a test makes is on the GPU"
 _CPU_WIRES = "about communicators of the CPU"
 _HEARD_LATER = "on GPUs the others hear of a failure at the step: tests/health/test_gpu_faults.py"
 _FLAT = "parameters lie in flat memory on CPU ranks only"
 _HELD_BACK = "on GPUs what is held back is known a window later: tests/core/test_gpu_stress.py"
-_INTERRUPTED = (
-    "on GPUs a wait orders streams, and updates run on the thread that is interrupted: docs/sharded-optimizer.md"
-)
+_HOST_WAITS = "on GPUs a wait orders streams, and the host waits inside CUDA, where no signal handler runs"
 _RECORDED = "unasked, only what runs on the CPU is recorded"
 _THREADS = "looks at what ranks that are threads leave in this process"
 _LONG = "takes long, and test_contract.py and test_window.py have its laws"
@@ -28,8 +25,9 @@ CPU_RANKS = {
                 "test_whatever_happens_replicas_stay_equal",
             ],
         },
-        _ATOMIC: {"test_readers": ["test_several_threads_may_flush", "test_threads_that_read_change_nothing"]},
-        _CHUNKS: {"test_memory": ["test_small_gradients_in_hand_are_bounded"]},
+        _CHUNKS: {
+            "test_memory": ["test_small_gradients_in_hand_are_bounded", "test_the_peak_is_not_above_torchs_with_views"]
+        },
         _COMPILED: {
             "test_data_parallel": ["test_a_compiled_model_trains_to_the_same_numbers"],
             "test_edge_cases": ["test_a_compiled_module_is_averaged_like_any_other"],
@@ -47,6 +45,7 @@ CPU_RANKS = {
             "test_phases": [""],
             "test_composed": [""],
             "test_failures": [""],
+            "test_readers": ["test_an_interrupted_step_leaves_a_model_that_can_be_read"],
             "test_set_up": [""],
         },
         _FLAT: {
@@ -59,8 +58,10 @@ CPU_RANKS = {
             "test_local_knowledge": [
                 "test_a_backward_that_fails_on_an_unusual_way_is_told",
                 "test_a_loss_that_fails_leaves_nobody_waiting",
+                "test_a_parameter_that_one_rank_trains_again_is_averaged_on_all",
                 "test_a_rank_that_cannot_be_right_tells_the_others",
                 "test_a_rank_that_is_refused_tells_the_others",
+                "test_a_step_sees_gradients_of_what_is_trained_again",
                 "test_models_that_share_a_failed_backward_stay_in_step",
                 "test_ranks_that_count_and_ranks_that_do_not_are_told",
                 "test_what_was_told_is_not_forgotten_with_the_window",
@@ -83,10 +84,10 @@ CPU_RANKS = {
                 "test_what_is_held_back_follows_the_scale_of_the_loss",
             ],
         },
-        _INTERRUPTED: {
+        _HOST_WAITS: {
             "test_readers": [
                 "test_after_ctrl_c_in_a_wait_the_model_can_be_saved",
-                "test_an_interrupted_step_leaves_a_model_that_can_be_read",
+                "test_a_handler_that_saves_waits_inside_of_a_wait",
             ]
         },
         _LONG: {"test_attack": [""], "test_random_programs": [""], "test_soak": [""]},

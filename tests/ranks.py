@@ -41,6 +41,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from types import CellType, FunctionType, MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -124,7 +125,30 @@ class ThreadRanks:
         # Imported late: the tests of the process ranks must not depend on the library under test.
         from gradsync.testing import run_ranks
 
-        return run_ranks(function, self.world_size, *args, **kwargs)
+        with _refuse_seeds() if self.world_size > 1 else contextlib.nullcontext():
+            return run_ranks(function, self.world_size, *args, **kwargs)
+
+
+_seeding = threading.Lock()
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, torch's own generator has this seed. Threads share it: one rank after the other draws its numbers."""
+    with _seeding, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextlib.contextmanager
+def _refuse_seeds() -> Iterator[None]:
+    """Between the seed of one rank and its numbers another rank could draw its own."""
+
+    def refuse(seed: int) -> None:
+        raise AssertionError("ranks that are threads share torch's generator. Use seeded(), or a generator of your own")
+
+    with mock.patch.object(torch, "manual_seed", refuse):
+        yield
 
 
 def _run_like_threads(pool: "RankPool", function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:

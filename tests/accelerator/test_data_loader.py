@@ -278,7 +278,7 @@ def test_split_batches_must_divide() -> None:
 def shuffled(make: str, **options: Any) -> list[list[list[int]]]:
     """Two epochs. Every rank's generators are in another state."""
     rank = choose_communicator().rank
-    torch.manual_seed(100 + rank)
+    torch.default_generator.manual_seed(100 + rank)
     generator = torch.Generator().manual_seed(rank)
     if make == "global":
         loader = DataLoader(range(12), 2, shuffle=True)
@@ -333,7 +333,7 @@ def resumed_between_epochs(make: str) -> tuple[Any, Any]:
     """The second epoch, and that of a loader elsewhere which has loaded the state after the first."""
 
     def loader(seed: int) -> Any:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         generator = torch.Generator().manual_seed(seed) if make == "generator" else None
         return prepare(DataLoader(range(12), 2, shuffle=True, generator=generator))
 

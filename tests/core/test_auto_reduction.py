@@ -57,8 +57,8 @@ def candidates(*names: str) -> dict[str, Callable[[], Reduction]]:
 
 
 def wrapped(communicator: Any, auto: Auto) -> Any:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with seeded(0):
+        module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     return gradsync.DistributedDataParallel(module, communicator=communicator, reduction=auto, bucket_cap_mb=1.0)
 
 

@@ -19,7 +19,7 @@ from gradsync.core.reduction.codings import Blocks, Noise, Rounded, Signs
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.reduction import Cast, ErrorFeedback, LowRank, Quantize, Reduction, Sign, TopK
 from gradsync.testing import run_ranks
-from tests.ranks import RankPool, pool_of
+from tests.ranks import RankPool, pool_of, seeded
 from tests.wires import WIRES
 
 pytestmark = pytest.mark.timeout(120)
@@ -536,8 +536,8 @@ class Weighing:
 def weigh(make: Callable[[], Reduction] | None) -> float:
     """Bytes of one window once everything is learned, of a small transformer's matrices."""
     communicator = Weighing(choose_communicator())
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(256, 768), nn.Linear(768, 256)) for _ in range(3)]
+    with seeded(0):
+        layers = [nn.Sequential(nn.Linear(256, 768), nn.Linear(768, 256)) for _ in range(3)]
     options = {} if make is None else {"reduction": make()}
     model = gradsync.DistributedDataParallel(
         nn.Sequential(*layers), communicator=communicator, bucket_cap_mb=2.0, **options

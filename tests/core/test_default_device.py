@@ -11,7 +11,7 @@ from torch import nn
 
 import gradsync
 from gradsync.reduction import reduction_by_name
-from tests.ranks import Ranks
+from tests.ranks import Ranks, seeded
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -20,8 +20,8 @@ STEPS = 6
 
 def train(kind: str, default: str) -> list[torch.Tensor]:
     rank = gradsync.communicator.choose_communicator().rank
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 2))
+    with seeded(0):
+        plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 2))
     batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * n + rank)) for n in range(STEPS)]
     with torch.device(default):
         reduction = None if kind in ("sharded", "overlapped", "weights") else reduction_by_name(kind)

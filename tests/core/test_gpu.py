@@ -1,4 +1,4 @@
-"""The engine on a CUDA device. Skipped where there is none; run there with ``pytest -m "gpu and not breadth"``.
+"""The engine on a CUDA device. Skipped where there is none; run there with ``pytest -m gpu``.
 
 What holds on all kinds of ranks is in test_contract.py and others, whose tests run over NCCL ranks, too.
 """

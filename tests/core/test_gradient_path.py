@@ -101,7 +101,6 @@ def test_the_recorded_training_is_a_real_one() -> None:
     """The gradients of the recorded model are means."""
 
     def compare() -> None:
-        torch.manual_seed(0)
         module = nn.Linear(4, 4).double()
         model = DistributedDataParallel(module)
         other = nn.Linear(4, 4).double()

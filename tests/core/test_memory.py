@@ -290,11 +290,16 @@ def traces(module: nn.Module) -> int:
 
 
 def assert_freed(memory: Sequence[StorageWeakRef]) -> None:
-    """The thread of another rank may hold on to the last message for a moment."""
+    assert until(lambda: all(reference.expired() for reference in memory))
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """For a moment another thread may hold on to things: of another rank to the last message, of autograd on a GPU to
+    the end of the backward."""
     deadline = time.monotonic() + 10
-    while not all(reference.expired() for reference in memory) and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert all(reference.expired() for reference in memory)
+    return condition()
 
 
 def delete_the_wrapper() -> None:
@@ -309,7 +314,7 @@ def delete_the_wrapper() -> None:
     means = [parameter.grad.clone() for parameter in module.parameters()]
     del model, buckets
     gc.collect()
-    assert [part() for part in parts] == [None] * len(parts)
+    assert until(lambda: not any(part() for part in parts))
     assert traces(module) == 0
     assert all(synchronizer_of(parameter) is None for parameter in module.parameters())
     # The gradients are still wanted, and they are all that holds the memory.

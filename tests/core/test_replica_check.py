@@ -23,7 +23,7 @@ from gradsync import (
 from gradsync.communicator import choose_communicator
 from gradsync.core.window.replica_check import BLOCK, fingerprint
 from tests.core.common import on
-from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
+from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of, seeded
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,9 +35,9 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(3)
-        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 4)
-        self.pixels = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        with seeded(3):
+            self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 4)
+            self.pixels = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
 
     def forward(self, x: float) -> torch.Tensor:
         words, image = torch.full((2, 6), x), torch.full((2, 2, 3, 3), x)

@@ -34,7 +34,7 @@ from tests.core.common import TINY, Line, gradients, in_threads_and_processes, o
 from tests.fuse import Explosion, Fuse
 from tests.laws import costly
 from tests.on_gpu import computes_on_cpu
-from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of
+from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of, seeded
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -687,9 +687,10 @@ def test_the_shares_of_a_sharded_optimizer_stay_as_they_are(ranks: Ranks, fault:
 def alike(kind: str, on_bad_step: str, dtype: torch.dtype, set_to_none: bool) -> list[list[torch.Tensor]]:
     """Six windows: rank 1 abstains from the third, and has gradients that are not finite in the fourth."""
     communicator = choose_communicator()
-    torch.manual_seed(2)
+    with seeded(2):
+        module = nn.Linear(6, 5).to(dtype)
     wide = torch.float32 if dtype is torch.bfloat16 else None
-    model = wrap(on_bad_step, nn.Linear(6, 5).to(dtype), accumulation_dtype=None if kind == "sharded" else wide)
+    model = wrap(on_bad_step, module, accumulation_dtype=None if kind == "sharded" else wide)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
     if kind == "sharded":
         optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
@@ -781,8 +782,9 @@ def test_an_accelerator_tells_and_its_scheduler_waits() -> None:
 def compressed(reduction: str, fault: str) -> list[list[float]]:
     """A window more in the middle, which is rejected, changes nothing of what is held back for later."""
     communicator = choose_communicator()
-    torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(40, 40, bias=False), on_bad_step="skip", reduction=reduction)
+    with seeded(0):
+        module = nn.Linear(40, 40, bias=False)
+    model = DistributedDataParallel(module, on_bad_step="skip", reduction=reduction)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for window in range(7):
         if window == 4 and not fault:

@@ -157,7 +157,6 @@ def test_after_a_step_parameters_wait_for_their_means(ranks: Ranks) -> None:
 def with_unused(kind: str) -> list[torch.Tensor]:
     """A layer is used every other step; a gradient is replaced by another, and zeroed after the step."""
     rank = choose_communicator().rank
-    torch.manual_seed(0)
     module = nn.ModuleList([filled(nn.Linear(7, 7).double()) for _ in range(3)])
 
     class Model(nn.Module):

@@ -67,7 +67,10 @@ def wrapped(wire: Communicator | None = None) -> DistributedDataParallel:
 
 
 def optimizer_of(kind: str, model: nn.Module) -> Any:
-    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    rows, *others = model.parameters()
+    # A sparse momentum would be added up by atomic operations on a GPU, in another order on each rank.
+    groups = [{"params": [rows], "momentum": 0.0}, {"params": others}]
+    plain = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     if kind == "plain":
         return plain
     return ShardedOptimizer(plain, model) if kind == "sharded" else OverlappedOptimizer(plain, model)

@@ -10,7 +10,7 @@ import gradsync
 from gradsync import DistributedDataParallel
 from gradsync.communicator import choose_communicator
 from gradsync.errors import ConfigurationError, MisuseError
-from tests.ranks import Ranks, ThreadRanks
+from tests.ranks import Ranks, ThreadRanks, seeded
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -18,11 +18,11 @@ NORMS = (1.0, 2.0, 3.5, float("inf"))
 
 
 def network(*, dtype: torch.dtype = torch.float64, sparse: bool = False) -> nn.Module:
-    torch.manual_seed(5)
-    layers: list[nn.Module] = [nn.Linear(4, 6, dtype=dtype), nn.Tanh(), nn.Linear(6, 3, dtype=dtype)]
-    if sparse:
-        layers.insert(0, nn.Embedding(9, 4, sparse=True, dtype=dtype))
-    return nn.Sequential(*layers)
+    with seeded(5):
+        layers: list[nn.Module] = [nn.Linear(4, 6, dtype=dtype), nn.Tanh(), nn.Linear(6, 3, dtype=dtype)]
+        if sparse:
+            layers.insert(0, nn.Embedding(9, 4, sparse=True, dtype=dtype))
+        return nn.Sequential(*layers)
 
 
 def inputs(window: int, rank: int, *, sparse: bool = False) -> torch.Tensor:

@@ -8,9 +8,12 @@ thread does it, and the main thread only waits. Then
 - an interrupt ends the wait and nothing else: the action goes on, and the next wait gets its result;
 - two threads that read never run two actions at the same time.
 
-Threads other than the main one run their actions themselves, under the same lock. So does the main thread where
-parameters are on an accelerator: streams belong to the thread, and the host waits for nothing there. A handler that
-runs in the middle of that gets an error instead of half an update.
+Threads other than the main one run their actions themselves, under the same lock.
+
+On a GPU an action queues work for the device, on the stream that is current for the thread that asked for it, as if
+that thread ran it. Alternative considered: to let the main thread run it there, which saves a switch between threads.
+But an interrupt may leave a ``with`` statement without calling ``__exit__``, and a handler that reads a parameter may
+come just after the lock was taken: one leaves torch functions switched off for good, the other waits for itself.
 
 [Note: switched off] torch switches ``__torch_function__`` off in some places where it runs Python code. A signal
 handler that runs there finds it off, too: awaited parameters are not asked, and it reads old values, or half of a new
@@ -42,7 +45,7 @@ class UpdateThread:
     """Runs actions that change parameters on ``device``, and others that must not run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._takes_over = device.type == "cpu"
+        self._device = device
         self._lock = _UpdateLock()
         self._process = os.getpid()
         self._jobs: SimpleQueue[_Job | None] | None = None
@@ -80,7 +83,7 @@ class UpdateThread:
     @property
     def _is_main_here(self) -> bool:
         """Whether this is the main thread, whose actions are run by another one."""
-        return self._takes_over and threading.current_thread() is threading.main_thread()
+        return threading.current_thread() is threading.main_thread()
 
     def _hand_over(self, action: Action) -> None:
         if is_waiting_here():
@@ -95,7 +98,9 @@ class UpdateThread:
             # Not at the end of the process, where others may still read parameters.
             weakref.finalize(self, jobs.put, None).atexit = False
             self._jobs = jobs
-        job = _Job(action)
+        job = _Job(
+            action if self._device.type != "cuda" else _on_stream(torch.cuda.current_stream(self._device), action)
+        )
         jobs.put(job)
         job.wait()
 
@@ -164,6 +169,16 @@ class _Job:
             finally:
                 # Its traceback refers to this frame.
                 del error
+
+
+def _on_stream(stream: torch.cuda.Stream, action: Action) -> Action:
+    """``action`` as the thread would run it whose current stream, and device, this is."""
+
+    def run() -> None:
+        with torch.cuda.stream(stream):
+            action()
+
+    return run
 
 
 def _serve(jobs: "SimpleQueue[_Job | None]", lock: _UpdateLock) -> None:
