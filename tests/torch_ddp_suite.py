@@ -39,7 +39,7 @@ TIMEOUT = 90
 
 # Why tests fail over gradsync's class, and which. `NEEDS_GPU` fail over torch's class too, where there is no GPU.
 NEEDS_GPU = {
-    "SyncBatchNorm works on GPUs only": (
+    "SyncBatchNorm works only on GPUs": (
         "test_DistributedDataParallel_SyncBatchNorm",
         "test_DistributedDataParallel_SyncBatchNorm_2D_Input",
         "test_DistributedDataParallel_SyncBatchNorm_Channels_Last",
@@ -52,40 +52,40 @@ NEEDS_GPU = {
         "test_ddp_uneven_inputs_stop_iteration_sync_bn",
         "test_sync_bn_logged",
     ),
-    "it asks the wrapper for its GPU": ("test_ddp_device",),
+    "the test asks the wrapper for its GPU": ("test_ddp_device",),
 }
 DIFFERS = {
-    "it reads torch's `reducer` or what makes it": (
+    "the test reads torch's `reducer`, or the arguments it is created from": (
         "test_ddp_build_debug_param_to_name_mapping",
         "test_ddp_build_debug_param_to_name_mapping_requires_grad",
         "test_ddp_control_flow_different_across_ranks",
         "test_ddp_control_flow_same_across_ranks",
         "test_detect_ddp_is_actually_static",
     ),
-    "it reads the low-precision copies that torch's `mixed_precision` keeps on parameters": (
+    "the test reads the low-precision copies that torch's `mixed_precision` attaches to parameters": (
         "test_ddp_native_mixed_precision_grad_as_bucket_view_no_set_grad_none",
         "test_ddp_native_mixed_precision_grad_as_bucket_view_set_grad_to_none",
         "test_ddp_native_mixed_precision_ignored_params",
         "test_ddp_native_mixed_precision_no_grad_as_bucket_view_no_set_grad_none",
         "test_ddp_native_mixed_precision_no_grad_as_bucket_view_set_grad_to_none",
     ),
-    "it expects an error about unused parameters, which are none here": (
+    "the test expects an error about unused parameters, which gradsync allows": (
         "test_ddp_multiple_nested_unused_params_err_ignore_params",
         "test_ddp_multiple_nested_unused_params_error",
         "test_ddp_unused_params_rebuild_buckets_exception",
     ),
-    "it expects an error where a graph declared static changes, or is declared late": (
+    "the test expects an error if a graph declared static changes, or is declared static too late": (
         "test_invalid_static_graph",
         "test_static_graph_api_cpu",
     ),
-    "it reads times, rebuilt and reduced buckets or the last error from the logging data": (
+    "the test reads times, bucket statistics or the last error from the logging data": (
         "test_ddp_logging_data_cpu",
         "test_ddp_logging_data_gpu",
         "test_ddp_python_error_logged",
         "test_different_graph_across_ranks",
         "test_skip_all_reduce_unused_parameters",
     ),
-    "it counts the profiler's events of the group's collectives and of torch's search for unused parameters": (
+    "the test counts profiler events of the group's collectives and of torch's search for unused parameters": (
         "test_ddp_profiling_torch_profiler",
     ),
 }

@@ -3,7 +3,7 @@
     gradsync bench all --out results
     python docs/pictures/benchmarks.py results
     gradsync bench faults --out faults
-    python docs/pictures/benchmarks.py faults failures.md
+    python docs/pictures/benchmarks.py faults fault-tests.md
     gradsync bench all --device cuda --out nccl
     python docs/pictures/benchmarks.py nccl
 
@@ -25,7 +25,7 @@ from gradsync.tools.bench.scenario import Table
 from gradsync.tools.bench.scenarios import SCENARIOS
 
 # The pages that are filled, and the folders of their pictures.
-PAGES = {"benchmarks.md": "bench", "failures.md": "faults"}
+PAGES = {"benchmarks.md": "bench", "fault-tests.md": "faults"}
 BEGIN, END = "<!-- results begin -->", "<!-- results end -->"
 # Of a run over NCCL, in the names of markers and folders.
 NCCL = "nccl"

@@ -33,7 +33,7 @@ def part(command: Any, line: str, level: int) -> Iterator[str]:
         key=lambda parameter: getattr(parameter, "rich_help_panel", None),
     )
     for heading, parameters in headings:
-        yield f"| {heading or 'option'} | default | what |"
+        yield f"| {heading or 'option'} | default | meaning |"
         yield "|---|---|---|"
         for parameter in parameters:
             names = ", ".join(f"`{name}`" for name in names_of(parameter))

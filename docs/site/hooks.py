@@ -19,7 +19,7 @@ AT_THE_ROOT = {"CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md
 LINK = re.compile(r"(?<=\]\()([^)#:]+)(?=[)#])")
 # How much more, or less, a page counts in a search than others. Pages that explain something come before those that
 # use its name often: a name is looked for by people who want to know what it does.
-SEARCH_BOOSTS = {"accumulation.md": 3.0, "benchmarks.md": 0.2, "changes.md": 0.2}
+SEARCH_BOOSTS = {"accumulation.md": 3.0, "benchmarks.md": 0.2, "changes.md": 0.2, "fault-tests.md": 0.2}
 # A line that stands for what the commands say of themselves, and the page that has it.
 COMMANDS, COMMANDS_PAGE = "<!-- commands -->", "reference/command-line.md"
 

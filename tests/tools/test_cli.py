@@ -113,8 +113,8 @@ def test_without_arguments_it_explains_itself(
     assert "Usage: gradsync" in shown
     assert "Traceback" not in shown
     lines = [" ".join(line.strip("│ ").split()) for line in shown.splitlines()]
-    assert "doctor Say whether this machine is fit for data-parallel training." in lines
-    assert "explain Say where the time of a step goes, and what to change." in lines
+    assert "doctor Check whether this machine is ready for data-parallel training." in lines
+    assert "explain Show where the time of a step goes, and what to change." in lines
 
 
 MISSING = "gradsync needs typer and rich for its command line: pip install 'gradsync[cli]'"

@@ -23,38 +23,39 @@ ALL, REPORT, FAULTS = "all", "report", "faults"
 def bench(
     scenario: Annotated[
         str | None,
-        typer.Argument(metavar="SCENARIO", help="Its name; 'all'; or 'report', to draw a folder again."),
+        typer.Argument(metavar="SCENARIO", help="A scenario; 'all'; or 'report' to redraw a folder of results."),
     ] = None,
-    folder: Annotated[Path | None, typer.Argument(help="With 'report': the folder of results.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="For 'report': the folder of results.")] = None,
     device: Annotated[
-        str, typer.Option(help="cpu; or cuda: NCCL ranks, one per GPU if there are enough, else all on one GPU.")
+        str, typer.Option(help="cpu, or cuda: NCCL ranks, one per GPU if there are enough, else all on one GPU.")
     ] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cells and rounds: minutes instead of hours.")] = False,
-    out: Annotated[Path | None, typer.Option(help="New folder for the results; bench-results/TIME without it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="New folder for the results. Default: bench-results/TIME.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on in this folder: what it has results of is not measured again.")
+        Path | None, typer.Option(help="Continue in this folder, and measure only what is missing.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", "--seeds", help="Measured rounds of every cell; seeds of 'faults'.")
+        int | None, typer.Option("--rounds", "--seeds", help="Measured rounds per cell; for 'faults', seeds per case.")
     ] = None,
-    cases: Annotated[str | None, typer.Option(help="Only these cells, by name, with commas between them.")] = None,
-    peers: Annotated[str | None, typer.Option(help="Of 'faults': only these peers, with commas between them.")] = None,
+    cases: Annotated[str | None, typer.Option(help="Run only these cells (names, comma-separated).")] = None,
+    peers: Annotated[str | None, typer.Option(help="For 'faults': test only these peers (comma-separated).")] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Begin no cell after so long, and no trial of 'faults'.")
+        float | None, typer.Option(help="Start no cell, and no trial of 'faults', after this many minutes.")
     ] = None,
     jobs: Annotated[
-        int, typer.Option(help="Of 'faults': so many trials at once, each of three ranks. Two cores for each are good.")
+        int,
+        typer.Option(help="For 'faults': number of trials at once, with three ranks each. Allow two cores per trial."),
     ] = 1,
     report: Annotated[
-        bool, typer.Option(help="Draw pictures and a page at the end; else 'bench report' does, here or elsewhere.")
+        bool, typer.Option(help="Draw pictures and a page at the end. 'bench report' can do it later, on any machine.")
     ] = True,
-    listing: Annotated[bool, typer.Option("--list", help="List the scenarios and exit.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List scenarios and exit.")] = False,
 ) -> None:
-    """Measure what synchronization costs, beside torch's DDP, Accelerate and others.
+    """Measure what synchronization costs, compared with torch's DDP, Accelerate and others.
 
-    Results go to a folder: raw lines, tables, pictures, and report.html with all of it. Scenarios with hosts need root
-    (gradsync lab makes them); without it they are skipped, and the report says so. With --device cuda the ranks talk
-    through NCCL: one per GPU, or several on one GPU, under MPS where it can be used.
+    Results go to a folder: raw samples, tables, pictures, and report.html with everything on one page. Scenarios that
+    emulate hosts need root; without it they are skipped, and the report says so. With --device cuda, ranks communicate
+    through NCCL: one per GPU, or several on one GPU, under MPS if possible.
     """
     # Pictures and pages are not needed by the other commands, so their packages are imported here.
     try:

@@ -24,12 +24,12 @@ MOST_COLUMNS = 120
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     timeout: Annotated[
-        float, typer.Option(min=1.0, max=3600.0, help="Seconds for measuring each link; more on a busy machine.")
+        float, typer.Option(min=1.0, max=3600.0, help="Seconds to measure each link; use more on a busy machine.")
     ] = 8.0,
     one_gpu: Annotated[bool, typer.Option("--one-gpu", help=ONE_GPU_HELP)] = False,
     mps: Annotated[bool, typer.Option("--mps", help=MPS_HELP)] = False,
 ) -> None:
-    """Say whether this machine is fit for data-parallel training."""
+    """Check whether this machine is ready for data-parallel training."""
     gpus = GpuChoice(one_gpu=one_gpu, mps=mps)
     sharing = gpus.sharing(gpus.default_ranks)
     # Of several ranks on a machine one is enough.

@@ -44,18 +44,18 @@ def explain(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="The folder of a run, of a recording (GRADSYNC_RECORD), or where ranks wrote what they were in "
-            "(GRADSYNC_DUMP, SIGUSR1).",
+            help="The folder of a run, of a recording (GRADSYNC_RECORD), or of the states that ranks wrote after "
+            "SIGUSR1 (GRADSYNC_DUMP).",
         ),
     ],
-    model: Annotated[int, typer.Option(min=0, help="Which of the models that a process has wrapped, from 0 on.")] = 0,
+    model: Annotated[int, typer.Option(min=0, help="Number of the wrapped model in each process, from 0.")] = 0,
     perfetto: Annotated[
         Path | None, typer.Option(help="Write a trace of all ranks to this file, for ui.perfetto.dev.")
     ] = None,
 ) -> None:
-    """Say where the time of a step goes, and what to change.
+    """Show where the time of a step goes, and what to change.
 
-    Of a training that hangs: who waits for whom.
+    For a run that hangs, show which rank waits for which.
     """
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is no folder")

@@ -20,7 +20,7 @@ UNSHAPED = "none"
 COLUMNS = ("Host", "Address", "Rate", "Link", "Processes")
 
 lab = typer.Typer(
-    help="Make hosts with slow links on this machine (as root), or share its GPU between ranks; run programs there.",
+    help="Emulate hosts with slow links (needs root), or share a GPU among ranks, and run programs there.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -34,19 +34,19 @@ def _checked_name(name: str | None) -> str | None:
     return name
 
 
-Name = Annotated[str, typer.Option(callback=_checked_name, help="Which lab; several may be up.")]
-HostIndex = Annotated[int, typer.Argument(min=0, help="Its number, from 0.", show_default=False)]
+Name = Annotated[str, typer.Option(callback=_checked_name, help="Name of the lab; several may be up.")]
+HostIndex = Annotated[int, typer.Argument(min=0, help="Number of the host, from 0.", show_default=False)]
 
 
 @lab.command()
 def up(
-    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
+    hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
     rate: Annotated[
-        str, typer.Option(help="Of each link, both ways: 400mbit, 2.5gbit, 50MB/s; none for no limit.")
+        str, typer.Option(help="Rate of each link in both directions: 400mbit, 2.5gbit, 50MB/s, or none for no limit.")
     ] = "1gbit",
     name: Name = "default",
 ) -> None:
-    """Make a lab. It stays until it is taken down."""
+    """Create a lab. It stays up until gradsync lab down."""
     with refusing("--hosts"):
         LabPlan(hosts=hosts)
     with refusing("--rate"):
@@ -58,12 +58,13 @@ def up(
 def run(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
     ranks_per_host: Annotated[int, typer.Option(min=1, help="Processes on each host.")] = 1,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the ranks are ended.")] = 86400.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which the ranks are ended.")] = 86400.0,
     name: Name = "default",
 ) -> None:
-    """Run a command on all hosts, once a rank, with torchrun's environment.
+    """Run a command on all hosts, once per rank, with torchrun's environment variables.
 
-    What rank 0 writes is shown; what another rank writes, if it fails. The exit code is that of the first to fail.
+    The output of rank 0 is shown, and that of any other rank if it fails. The exit code is that of the rank that fails
+    first.
     """
     raise typer.Exit(Lab.find(name).run(command, ranks_per_host=ranks_per_host, timeout=timeout))
 
@@ -73,17 +74,17 @@ def gpu(
     command: Annotated[list[str], typer.Argument(help="The command and its arguments, after --.", show_default=False)],
     ranks: Annotated[int, typer.Option(help="Processes that share the GPU.")] = 2,
     mps: Annotated[
-        bool, typer.Option("--mps", help="Kernels of the ranks run side by side, under a private MPS daemon.")
+        bool, typer.Option("--mps", help="Run kernels of different ranks side by side, under a private MPS daemon.")
     ] = False,
-    gpu: Annotated[int, typer.Option(help="Which GPU, from 0.")] = 0,
-    channels: Annotated[int, typer.Option(help="The most channels NCCL may use.")] = 2,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until the ranks are ended.")] = 86400.0,
+    gpu: Annotated[int, typer.Option(help="Number of the GPU, from 0.")] = 0,
+    channels: Annotated[int, typer.Option(help="Maximum number of NCCL channels.")] = 2,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which the ranks are ended.")] = 86400.0,
 ) -> None:
-    """Run a command as several NCCL ranks on one GPU, with torchrun's environment. Needs no root.
+    """Run a command as several NCCL ranks on one GPU, with torchrun's environment variables. Does not need root.
 
-    Each rank sees one GPU, number 0, and a host of its own; NCCL connects them by sockets over loopback. Without --mps
-    the ranks take turns on the GPU, which shows missing synchronization; with it they run side by side, for measuring.
-    The memory of the GPU is shared by all ranks. Nothing is left behind.
+    Each rank sees a single GPU, number 0, and appears to be alone on its host; NCCL connects ranks with sockets over
+    loopback. Without --mps, ranks take turns on the GPU, which reveals missing synchronization. With --mps they run
+    side by side, which is better for measuring. All ranks share the memory of the GPU. Nothing is left behind.
     """
     for option, value in (("ranks", ranks), ("gpu", gpu), ("channels", channels)):
         with refusing(f"--{option}"):
@@ -94,9 +95,11 @@ def gpu(
 
 @lab.command()
 def status(
-    name: Annotated[str | None, typer.Option(callback=_checked_name, help="Which lab; all without it.")] = None,
+    name: Annotated[
+        str | None, typer.Option(callback=_checked_name, help="Name of the lab. Default: all labs.")
+    ] = None,
 ) -> None:
-    """Show the hosts, their addresses, the rates and the links."""
+    """Show hosts, their addresses, and the state and rate of their links."""
     check_fit()
     names = lab_names() if name is None else [name]
     if not names:
@@ -113,10 +116,10 @@ def status(
 
 @lab.command()
 def rate(
-    rate: Annotated[str, typer.Argument(help="400mbit, 2.5gbit, 50MB/s; none for no limit.", show_default=False)],
+    rate: Annotated[str, typer.Argument(help="400mbit, 2.5gbit, 50MB/s, or none for no limit.", show_default=False)],
     name: Name = "default",
 ) -> None:
-    """Give all links another rate. They stay up."""
+    """Change the rate of all links while they are up."""
     chosen = None if rate == UNSHAPED else Rate.parse(rate)
     found = Lab.find(name)
     found.set_rate(chosen)
@@ -125,19 +128,19 @@ def rate(
 
 @lab.command()
 def cut(host: HostIndex, name: Name = "default") -> None:
-    """Take the link of a host down, as if its cable were pulled."""
+    """Disconnect a host, as if its cable were pulled."""
     Lab.find(name).cut(host)
 
 
 @lab.command()
 def heal(host: HostIndex, name: Name = "default") -> None:
-    """Bring the link of a host up again."""
+    """Reconnect a host."""
     Lab.find(name).heal(host)
 
 
 @lab.command()
 def down(name: Name = "default") -> None:
-    """Remove a lab and end all that runs in it, no matter who made it."""
+    """Remove a lab and end everything that runs in it, no matter which process created it."""
     if not take_down(name):
         others = ", ".join(lab_names())
         raise ConfigurationError(f"the lab {name} is not up" + (f"; these are: {others}" if others else ""))

@@ -51,8 +51,8 @@ MOST_RANKS = 10_000
 SLOW_SECONDS = 5
 # Without a GPU and a number, unless there are fewer cores.
 MOST_CPU_RANKS = 4
-ONE_GPU_HELP = "Several NCCL ranks on one GPU, in turns: to try what is for several."
-MPS_HELP = "With --one-gpu: side by side, under a private MPS daemon."
+ONE_GPU_HELP = "Run several NCCL ranks on one GPU, in turns, to try out multi-GPU code."
+MPS_HELP = "With --one-gpu: run them side by side, under a private MPS daemon."
 SHOW_CURSOR = "\x1b[?25h"
 # Elastic ranks: one that fails for a reason of its own would fail for ever.
 MOST_REPLACED = 1000

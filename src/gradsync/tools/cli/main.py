@@ -39,7 +39,7 @@ def main() -> None:
 
 
 app = typer.Typer(
-    help="Data-parallel training with PyTorch: exact, fast and clear.",
+    help="Exact and fast data-parallel training with PyTorch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -56,9 +56,9 @@ def _print_versions(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print the versions and exit.")
+        bool, typer.Option("--version", callback=_print_versions, is_eager=True, help="Print versions and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks, as {DEBUG}=1 does.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help=f"Show tracebacks, like {DEBUG}=1.")] = False,
 ) -> None:
     if debug:
         # In the environment, so that the ranks show theirs too.
@@ -76,7 +76,7 @@ def _register(name: str) -> None:
     except ImportError as error:
         # The other commands work, and this one says why it does not.
         extra = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-        app.command(name, help="Not available: something it needs is missing.", context_settings=extra)(
+        app.command(name, help="Not available: a required package is missing.", context_settings=extra)(
             _unavailable(name, error)
         )
 

@@ -31,36 +31,38 @@ PICTURES = (".svg", ".png")
 def plan(
     calibration: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN]", help="A calibration, as --measure writes it; or the folder of a recorded run."),
+        typer.Argument(metavar="[RUN]", help="A calibration written by --measure, or the folder of a recorded run."),
     ] = None,
-    profile: Annotated[str | None, typer.Option(help="Instead of a file: a known machine; --list names them.")] = None,
-    model: Annotated[str | None, typer.Option(help="With --profile: a known model.")] = None,
-    batch: Annotated[int | None, typer.Option(help="With --profile: samples of a micro-batch.")] = None,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, with commas.")] = RANKS,
-    link: Annotated[str | None, typer.Option(help="Rate of the link of a host, such as 10gbit.")] = None,
-    bucket_mb: Annotated[float | None, typer.Option(help="Size of a bucket; the best one if it is not given.")] = None,
+    profile: Annotated[str | None, typer.Option(help="Use a known machine instead of RUN (see --list).")] = None,
+    model: Annotated[str | None, typer.Option(help="With --profile: a known model (see --list).")] = None,
+    batch: Annotated[int | None, typer.Option(help="With --profile: samples per micro-batch.")] = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks (comma-separated).")] = RANKS,
+    link: Annotated[str | None, typer.Option(help="Rate of the links between hosts, such as 10gbit.")] = None,
+    bucket_mb: Annotated[float | None, typer.Option(help="Bucket size in MiB. Default: the best size.")] = None,
     reduction: Annotated[str, typer.Option(help="mean, bf16, int8, …")] = "mean",
     mode: Annotated[str, typer.Option(help="plain, next-forward or no-overlap.")] = "plain",
-    accumulate: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batches a step; as many as were recorded if it is not given.")
-    ] = None,
-    loss: Annotated[float, typer.Option(help="How fast must a link be to lose less than so many percent?")] = 5.0,
+    accumulate: Annotated[int | None, typer.Option(min=1, help="Micro-batches per step. Default: as recorded.")] = None,
+    loss: Annotated[
+        float, typer.Option(help="Largest acceptable loss of speed in percent, for the required link rate.")
+    ] = 5.0,
     price: Annotated[
-        float | None, typer.Option(help="Of a rank and hour: the plan says what 1,000 steps cost.")
+        float | None, typer.Option(help="Price of a rank per hour: the plan says what 1,000 steps cost.")
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw it into this .svg or .png.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the plan in this .svg or .png file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     measure: Annotated[
-        Path | None, typer.Option(help="Measure two ranks of a small GPT on this machine, and write a calibration.")
+        Path | None,
+        typer.Option(help="Measure a small GPT on two ranks of this machine, and write a calibration to this file."),
     ] = None,
     hosts: Annotated[
-        str | None, typer.Option(help="With --measure: on two hosts of a lab whose links have this rate; needs root.")
+        str | None, typer.Option(help="With --measure: use two hosts of a lab with links of this rate (needs root).")
     ] = None,
-    listing: Annotated[bool, typer.Option("--list", help="List the known machines and models, and exit.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="List known machines and models, and exit.")] = False,
 ) -> None:
-    """Say what a step takes at 2 to 10,000 ranks, what would be faster, and how fast a link must be.
+    """Predict the time of a step on 2 to 10,000 ranks, what would be faster, and how fast a link must be.
 
-    It is simulated from a calibration of two ranks, or from published numbers of a machine and a model.
+    The prediction is a simulation, based on a calibration with two ranks or on published figures of a machine and a
+    model.
     """
     if listing:
         _list()

@@ -33,25 +33,25 @@ USUAL_HOOKS = ("torch.", "typer.")
 def run(
     command: Annotated[
         list[str],
-        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script, and what it is given.", show_default=False),
+        typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script and its arguments.", show_default=False),
     ],
     nproc: Annotated[
         int | None,
-        typer.Option(help="Ranks to start here: one a GPU, else one a core up to 4. 0: the script starts its own."),
+        typer.Option(help="Ranks to start: by default one per GPU, or per core up to 4. 0: the script starts them."),
     ] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Leave torch's and Accelerate's own classes in place, and only watch.")
+        bool, typer.Option("--keep", help="Keep torch's and Accelerate's own classes, and only observe them.")
     ] = False,
-    record: Annotated[Path | None, typer.Option(help="Keep in this folder what was recorded.")] = None,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as in python -m.")] = False,
+    record: Annotated[Path | None, typer.Option(help="Save the recording in this folder.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module name, as for python -m.")] = False,
     one_gpu: Annotated[bool, typer.Option("--one-gpu", help=ONE_GPU_HELP)] = False,
     mps: Annotated[bool, typer.Option("--mps", help=MPS_HELP)] = False,
     accounts: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Run an unchanged DDP or Accelerate script on gradsync, and say where its time went.
+    """Run a DDP or Accelerate script unchanged on gradsync, and report where the time went.
 
-    For the script torch's DistributedDataParallel and Accelerate's Accelerator are gradsync's. It runs on ranks of this
-    machine; under torchrun, mpirun or srun it joins the ranks that they have started.
+    For the script, torch's DistributedDataParallel and Accelerate's Accelerator are replaced by gradsync's classes. It
+    runs on ranks of this machine. Under torchrun, mpirun or srun, it uses the ranks that the launcher has started.
     """
     script = UserScript(target=command[0], arguments=tuple(command[1:]), is_module=module)
     script.require()

@@ -32,67 +32,73 @@ __all__ = ["train"]
 SECONDS_FOR_RANK_0 = 3
 
 # Options under the headings of the help.
-HEADINGS = ("Model and data", "Batch and length", "Learning", "Ranks and wire", "Run folder")
+HEADINGS = ("Model and data", "Batches and steps", "Optimization", "Ranks and communication", "Run folder")
 MODEL, BATCH, LEARNING, WIRE, RUN = (partial(typer.Option, rich_help_panel=heading) for heading in HEADINGS)
 
 
 def train(
-    model: Annotated[str, MODEL(help="nano, tiny, mini, gpt2; or hf:NAME; or a folder.")] = "tiny",
+    model: Annotated[str, MODEL(help="nano, tiny, mini, gpt2, hf:NAME, or a folder.")] = "tiny",
     data: Annotated[str, MODEL(help="stdlib, a text file, a folder, or hf:NAME.")] = "stdlib",
-    tokenizer: Annotated[str | None, MODEL(help="A Hugging Face tokenizer; bytes without it.")] = None,
-    micro_batch: Annotated[int, BATCH("--batch", help="Sequences in a micro-batch of one rank.")] = 8,
-    grad_accum: Annotated[int, BATCH(help="Micro-batches a step and rank.")] = 4,
-    sequence_length: Annotated[int, BATCH("--length", help="Tokens in a sequence.")] = 128,
-    steps: Annotated[int | None, BATCH(help="Optimizer steps; 130 unless --epochs is given.")] = None,
-    epochs: Annotated[float | None, BATCH(help="Passes over the data, instead of --steps.")] = None,
-    learning_rate: Annotated[float, LEARNING("--lr", help="At its highest, after the warm-up.")] = 1e-3,
-    warmup: Annotated[int, LEARNING(help="Steps until then; a cosine follows.")] = 20,
-    weight_decay: Annotated[float, LEARNING(help="AdamW's.")] = 0.1,
-    clip: Annotated[float, LEARNING(help="Largest norm of the gradient.")] = 1.0,
+    tokenizer: Annotated[str | None, MODEL(help="A Hugging Face tokenizer. Default: bytes.")] = None,
+    micro_batch: Annotated[int, BATCH("--batch", help="Sequences per micro-batch and rank.")] = 8,
+    grad_accum: Annotated[int, BATCH(help="Micro-batches per step and rank.")] = 4,
+    sequence_length: Annotated[int, BATCH("--length", help="Tokens per sequence.")] = 128,
+    steps: Annotated[int | None, BATCH(help="Optimizer steps. Default: 130, unless --epochs is given.")] = None,
+    epochs: Annotated[float | None, BATCH(help="Passes over the data (instead of --steps).")] = None,
+    learning_rate: Annotated[float, LEARNING("--lr", help="Peak learning rate, after the warm-up.")] = 1e-3,
+    warmup: Annotated[int, LEARNING(help="Steps of the warm-up; a cosine decay follows.")] = 20,
+    weight_decay: Annotated[float, LEARNING(help="Weight decay (AdamW).")] = 0.1,
+    clip: Annotated[float, LEARNING(help="Maximum norm of the gradient.")] = 1.0,
     precision: Annotated[str, LEARNING(help="fp32, bf16, fp16 or fp64.")] = "fp32",
-    seed: Annotated[int, LEARNING(help="Of weights, order and dropout.")] = 0,
-    nproc: Annotated[int | None, WIRE(help="Ranks to start here: one a GPU, else one a core up to 4.")] = None,
+    seed: Annotated[int, LEARNING(help="Random seed of weights, data order and dropout.")] = 0,
+    nproc: Annotated[int | None, WIRE(help="Ranks to start. Default: one per GPU, or per core up to 4.")] = None,
     max_restarts: Annotated[
-        int, WIRE(help="Start all ranks again, from the newest checkpoint, after so many failures.")
+        int, WIRE(help="After a failure, restart all ranks from the newest checkpoint, at most this many times.")
     ] = 0,
     elastic: Annotated[
-        bool, WIRE("--elastic", help="Go on without ranks that are lost, and with others that come (needs torchft).")
+        bool, WIRE("--elastic", help="Continue when ranks are lost, and let new ranks join (needs torchft).")
     ] = False,
-    min_ranks: Annotated[int, WIRE(help="Fewer elastic ranks wait for others.")] = 1,
+    min_ranks: Annotated[int, WIRE(help="With --elastic: minimum number of ranks; with fewer, training waits.")] = 1,
     elastic_ranks: Annotated[
-        int | None, WIRE(help="Elastic ranks of all nodes at the beginning; those of this one without it.")
+        int | None, WIRE(help="With --elastic: ranks of all nodes at the start. Default: those of this node.")
     ] = None,
-    cpu: Annotated[bool, WIRE("--cpu", help="Leave GPUs alone.")] = False,
+    cpu: Annotated[bool, WIRE("--cpu", help="Do not use GPUs.")] = False,
     one_gpu: Annotated[bool, WIRE("--one-gpu", help=ONE_GPU_HELP)] = False,
     mps: Annotated[bool, WIRE("--mps", help=MPS_HELP)] = False,
-    bucket_mb: Annotated[float | None, WIRE(help="Bucket size in MiB; measured without it.")] = None,
+    bucket_mb: Annotated[float | None, WIRE(help="Bucket size in MiB. Default: measured.")] = None,
     reduction: Annotated[
-        str, WIRE(help="What is sent: mean, bf16, fp16, int8, int4, sign, low-rank:4, top-k:0.01, auto, local:16.")
+        str,
+        WIRE(
+            help="How gradients are sent: mean, bf16, fp16, int8, int4, sign, low-rank:4, top-k:0.01, auto, local:16."
+        ),
     ] = "mean",
     shard_optimizer: Annotated[
-        bool, WIRE("--shard-optimizer", help="Every rank updates its share; gathered behind the next forward.")
+        bool,
+        WIRE("--shard-optimizer", help="Divide the update among ranks, and gather parameters during the next forward."),
     ] = False,
     overlap: Annotated[
-        str | None, WIRE(help="Hide the wire behind: backward, next-forward, or auto, the faster of both.")
+        str | None, WIRE(help="Overlap communication with backward, next-forward, or auto (whichever is faster).")
     ] = None,
     on_bad_step: Annotated[
         str | None,
-        WIRE(help="Where gradients of a rank are not finite: raise, skip or drop-rank."),
+        WIRE(help="What to do if a rank's gradients are not finite: raise, skip or drop-rank."),
     ] = None,
     replica_check: Annotated[
-        int | None, WIRE(help="Steps after which ranks compare their parameters; one that differs is named.")
+        int | None, WIRE(help="Steps between comparisons of the replicas; a rank that differs is named.")
     ] = None,
-    run_folder: Annotated[Path | None, RUN(help="Metrics, checkpoints, report; runs/TIME without it.")] = None,
-    resume: Annotated[bool, RUN("--resume", help="Go on from the newest checkpoint in --run-folder.")] = False,
+    run_folder: Annotated[
+        Path | None, RUN(help="Folder for metrics, checkpoints and the report. Default: runs/TIME.")
+    ] = None,
+    resume: Annotated[bool, RUN("--resume", help="Continue from the newest checkpoint in --run-folder.")] = False,
     checkpoint_every: Annotated[int, RUN(help="Steps between checkpoints.")] = 100,
-    keep: Annotated[int, RUN(help="Checkpoints to keep.")] = 2,
+    keep: Annotated[int, RUN(help="Number of checkpoints to keep.")] = 2,
     validate_every: Annotated[int, RUN(help="Steps between validations.")] = 50,
-    tensorboard: Annotated[bool, RUN("--tensorboard", help="Write TensorBoard events too.")] = False,
+    tensorboard: Annotated[bool, RUN("--tensorboard", help="Also write TensorBoard events.")] = False,
 ) -> None:
     """Train a language model on several ranks, with gradient accumulation.
 
-    Without options: a small GPT on the source of Python's standard library, on all cores of this machine. Under
-    torchrun, mpirun or srun it joins the ranks that they have started.
+    Without options, it trains a small GPT on the source code of Python's standard library, on all cores of this
+    machine. Under torchrun, mpirun or srun, it uses the ranks that the launcher has started.
     """
     chosen = dict(locals())
     ranks, on_cpu, restarts = chosen.pop("nproc"), chosen.pop("cpu"), chosen.pop("max_restarts")
