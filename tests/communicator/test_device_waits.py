@@ -24,7 +24,8 @@ from gradsync.health.watch.agent import Plan
 from gradsync.health.watch.detector import ExitRecord
 from gradsync.health.watch.guards import GRACE_SECONDS, LEFT_ON_DEVICE_SECONDS, LEFT_SECONDS, Guards
 from gradsync.health.watch.status import Sampler
-from tests.health.test_watch import MEMBERS, Engine, Hub, judge_of, stands, until
+from tests.health.test_watch import MEMBERS, Engine, Hub, judge_of, stands
+from tests.processes import eventually
 from tests.ranks import RankPool, pool_of
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.cpu_ranks("its devices are stood in for")]
@@ -221,7 +222,7 @@ def stop_one(timeout: float) -> tuple[str, float, bool]:
             began = time.monotonic()
             wire.state.outstanding = begun()
             wire.state.outstanding.add(started(12, began))
-            assert until(lambda: wire.failure is not None)
+            assert eventually(lambda: wire.failure is not None)
             seconds = time.monotonic() - began
             line.close()
             return str(wire.failure), seconds, hub.agent._thread.is_alive()
@@ -338,9 +339,9 @@ def test_an_abort_never_holds_up_who_asks_for_it(
     began = time.monotonic()
     process_group_module._abort_in_background(Backend(), "a group")
     assert time.monotonic() - began < 1.0
-    assert until(lambda: "has not ended within" in caplog.text)
+    assert eventually(lambda: "has not ended within" in caplog.text)
     released.set()
-    assert until(lambda: "a group could not be aborted: no more" in caplog.text)
+    assert eventually(lambda: "a group could not be aborted: no more" in caplog.text)
 
 
 def destroy_a_lost_group() -> tuple[bool, float]:

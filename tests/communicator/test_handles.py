@@ -17,17 +17,11 @@ from gradsync.communicator import collective as collective_module
 from gradsync.communicator.collective import Collective, InlineWork, waited_here
 from gradsync.communicator.logs import LOGGER, VARIABLE, configure_logging
 from gradsync.errors import ConfigurationError
+from tests.processes import eventually
 from tests.ranks import Ranks, ThreadRanks, pool_of
 from tests.wires import WireRanks
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def until(condition: Any, seconds: float = 20.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return bool(condition())
 
 
 def test_what_a_thread_has_waited_ends_with_it() -> None:
@@ -110,11 +104,11 @@ def ask_and_be_called() -> dict[str, Any]:
     called = threading.Event()
     found: list[list[float]] = []
     handle.when_done(lambda: (found.append(tensor.tolist()), called.set())[1])
-    result = {"called": called.wait(20), "done": until(handle.done), "found": found[0]}
+    result = {"called": called.wait(20), "done": eventually(handle.done), "found": found[0]}
     handle.wait()
     at_once: list[int] = []
     handle.when_done(lambda: at_once.append(1))
-    return {**result, "at once": until(lambda: at_once == [1]), "still done": handle.done()}
+    return {**result, "at once": eventually(lambda: at_once == [1]), "still done": handle.done()}
 
 
 def test_it_tells_that_it_is_done(ranks: Ranks) -> None:
@@ -199,7 +193,7 @@ def chain_stages(numel: int, reverse: bool) -> list[list[float]]:
         handle.wait()
         handle.wait()
         # On a GPU a wait orders streams, and the host goes on.
-        assert until(handle.done)
+        assert eventually(handle.done)
     return [[float(row[0]) for row in result.view(-1, numel)] for result in results]
 
 
@@ -226,7 +220,7 @@ def end_without_a_wait() -> list[float]:
     handle = wire.all_reduce(tensor).then(add).then(lambda: wire.all_reduce(tensor))
     handle.when_done(ended.set)
     assert ended.wait(20)
-    assert until(handle.done)
+    assert eventually(handle.done)
     assert "stage" in handle.describe()
     found = [float(tensor[0])]
     handle.wait()

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import itertools
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from gradsync import DistributedDataParallel, synchronize_gradients
 from gradsync.communicator import InProcessWorld, ambient_communicator, choose_communicator
 from gradsync.core.engine.synchronizer import synchronizer_of
 from tests.core.common import in_processes, on
+from tests.processes import eventually
 from tests.ranks import Ranks, ThreadRanks
 
 pytestmark = pytest.mark.timeout(90)
@@ -290,16 +290,8 @@ def traces(module: nn.Module) -> int:
 
 
 def assert_freed(memory: Sequence[StorageWeakRef]) -> None:
-    assert until(lambda: all(reference.expired() for reference in memory))
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    """For a moment another thread may hold on to things: of another rank to the last message, of autograd on a GPU to
-    the end of the backward."""
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
+    """For a moment another rank's thread may hold the last message, and autograd's on a GPU the end of the backward."""
+    assert eventually(lambda: all(reference.expired() for reference in memory))
 
 
 def delete_the_wrapper() -> None:
@@ -314,7 +306,7 @@ def delete_the_wrapper() -> None:
     means = [parameter.grad.clone() for parameter in module.parameters()]
     del model, buckets
     gc.collect()
-    assert until(lambda: not any(part() for part in parts))
+    assert eventually(lambda: not any(part() for part in parts))
     assert traces(module) == 0
     assert all(synchronizer_of(parameter) is None for parameter in module.parameters())
     # The gradients are still wanted, and they are all that holds the memory.

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
-from gradsync.communicator import choose_communicator
+from gradsync.communicator import Handle, choose_communicator
 from gradsync.core.bucket import Bucket
 from gradsync.core.engine.observer import Observer
 from tests.optim.training import assert_same, batch, filled, parameters_of
@@ -51,15 +52,22 @@ class Blocks(nn.Module):
             x = block(x)
             if not torch.compiler.is_compiling():
                 self._begun.append(f"block {number}")
+                x.register_hook(partial(self._note_backward, number))
         return x
 
+    def _note_backward(self, number: int, gradient: torch.Tensor) -> None:
+        self._begun.append(f"backward of block {number}")
 
-class Arrivals(Observer):
+
+class Notes(Observer):
     def __init__(self, told: list[str]) -> None:
         self._told = told
 
     def gather_arrived(self, bucket: Bucket) -> None:
-        self._told.append(f"parameters of {len(self._told)}")
+        self._told.append("arrived")
+
+    def bucket_started(self, bucket: Bucket, handle: Handle) -> None:
+        self._told.append("started")
 
 
 def optimizer_of(kind: str, model: DistributedDataParallel) -> Any:
@@ -70,7 +78,7 @@ def optimizer_of(kind: str, model: DistributedDataParallel) -> Any:
 
 
 def train(kind: str, place: str, steps: int) -> tuple[list[torch.Tensor], list[str], int]:
-    """The parameters, what came one after the other in the last forward, and how many graphs were compiled late."""
+    """The parameters, what came one after the other in the last step, and how many graphs were compiled late."""
     with warnings.catch_warnings():
         # The compiler looks for a gradient of what it is given, and torch warns where that is not a leaf.
         warnings.simplefilter("ignore", UserWarning)
@@ -84,16 +92,15 @@ def train_compiled(kind: str, place: str, steps: int) -> tuple[list[torch.Tensor
     module = Blocks(place, told)
     if place == "around the model":
         module = torch.compile(module, backend="aot_eager")  # type: ignore[assignment]
-    model: Any = DistributedDataParallel(module, bucket_cap_mb=BLOCK_MB, observer=Arrivals(told))
+    model: Any = DistributedDataParallel(module, bucket_cap_mb=BLOCK_MB, observer=Notes(told))
     optimizer = optimizer_of(kind, model)
     called = torch.compile(model, backend="aot_eager") if place == "around the wrapper" else model
     graphs = Counter[int]()
     for step in range(steps):
         graphs[step] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         told.clear()
-        loss = called(batch(rank, step, width=9)).square().mean()
+        called(batch(rank, step, width=9)).square().mean().backward()
         events = list(told)
-        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     late = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs[3]
@@ -120,7 +127,15 @@ def test_they_train_as_a_plain_optimizer_and_compile_once(ranks: RankPool, kind:
 @in_processes
 def test_the_first_region_runs_before_the_last_has_its_parameters(ranks: Ranks, kind: str, place: str) -> None:
     for _, events, _ in ranks.run(train, kind, place, 6):
-        arrivals = [number for number, event in enumerate(events) if event.startswith("parameters")]
+        arrivals = [number for number, event in enumerate(events) if event == "arrived"]
         assert len(arrivals) == 4
-        assert events.index("block 0") < arrivals[-1]
         assert events.index("block 2") < arrivals[-1] < events.index("block 3")
+
+
+@pytest.mark.parametrize("place", ["in blocks", "around blocks"])
+@pytest.mark.parametrize("kind", ["plain", *KINDS])
+@in_processes
+def test_the_first_bucket_starts_before_the_last_region_runs_backward(ranks: Ranks, kind: str, place: str) -> None:
+    for _, events, _ in ranks.run(train, kind, place, 6):
+        assert events.count("started") == 4
+        assert events.index("backward of block 3") < events.index("started") < events.index("backward of block 0")
