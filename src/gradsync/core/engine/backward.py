@@ -312,33 +312,42 @@ class BackwardEngine:
 
         Works in any phase, and again where an interrupt has cut it short.
         """
-        window, abstained = self.window, False
-        is_reported = self.phase is Phase.SYNCHRONIZING
-        window.reported = Reported.FAILED if is_reported else None
-        if is_reported:
-            # An interrupt may come after this rank has exchanged everything and counted that.
-            window.failures += not window.exchanged
-            self.exchange.abandon()
-            abstained = self.skip_vote.abstains
-            # Other ranks may have ended this window successfully, or learn of the failure in the next one. Windows are
-            # compared between ranks by number.
-            self.exchange.pace.window_ended(worked=False)
-            self.skip_vote.forget()
-            # What was skipped was a different window; a step that follows has nothing to skip.
-            window.step_was_skipped = False
-        self.store.mend_hooks()
-        self._hooks.arrivals.clear()
-        window.discard()
-        window.is_rejected = is_reported and self.skip_vote.tolerates
-        self._clear_window()
+        others_wait, abstained = self.phase is Phase.SYNCHRONIZING, False
+        self.window.reported = Reported.FAILED if others_wait else None
+        if others_wait:
+            abstained = self._report_failure()
+        self._discard_backward(is_reported=others_wait)
         self.phases.leave(Phase.BROKEN)
         if abstained:
             self.abstained()
 
-    def raised_on_all(self) -> None:
-        """Give the window up: all ranks have raised for a common reason, and no rank waits for this one."""
-        self.window.failures += 1
+    def _report_failure(self) -> bool:
+        """Complete the collectives that the other ranks wait for, with a failure vote: whether this rank abstains."""
+        window = self.window
+        # An interrupt may come after this rank has exchanged everything and counted that.
+        window.failures += not window.exchanged
+        self.exchange.abandon()
+        abstains = self.skip_vote.abstains
+        # Other ranks may have ended this window successfully, or learn of the failure in the next one. Windows are
+        # compared between ranks by number.
+        self.exchange.pace.window_ended(worked=False)
+        self.skip_vote.forget()
+        # What was skipped was a different window; a step that follows has nothing to skip.
+        window.step_was_skipped = False
+        return abstains
+
+    def _discard_backward(self, *, is_reported: bool) -> None:
+        """Drop what the failed backward has left in hooks, window and buckets."""
+        self.store.mend_hooks()
+        self._hooks.arrivals.clear()
+        self.window.discard()
+        self.window.is_rejected = is_reported and self.skip_vote.tolerates
+        self._clear_window()
+
+    def clear(self) -> None:
+        """Drop all gradients, and the window's record of them."""
         self.arrangement.drop_gradients()
+        self.window.end_abstention()
         self.window.discard()
 
     def require_attached(self, what: str) -> None:

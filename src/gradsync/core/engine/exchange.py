@@ -133,7 +133,7 @@ class GradientExchange:
             if arrangement.order.running:
                 arrangement.restore_absent()
             else:
-                self._late_failure = pipeline.late_failure()
+                self._late_failure = pipeline.flags.read_late()
                 arrangement.order.window_began()
                 if self._comparison is not None:
                     self._comparison.before_window(arrangement.order.windows_before, arrangement.parameters)
@@ -237,7 +237,7 @@ class GradientExchange:
         # Collectives follow, or may; and a rank without gradients has nothing to do but wait.
         asks = counts or trains_more or at_once
         waits = bool(self._arrangement.layout.sparse) or asks or not contributes or skip_vote.reads_at_once
-        pipeline.requests = Requests(
+        pipeline.flags.requests = Requests(
             weights=counts,
             trained=trains_more,
             rejected=skip_vote.votes_to_skip,
@@ -249,7 +249,7 @@ class GradientExchange:
             correction = weights.finish(self.divisor)
             pipeline.finish(correction=correction, norms=self._store.norms)
             if waits:
-                pipeline.await_requests()
+                pipeline.flags.await_requests()
             return self._conclude(correction, uncounted=contributes and not weights.counting)
 
     def _conclude(self, correction: float | torch.Tensor | None, *, uncounted: bool) -> bool:
@@ -272,7 +272,7 @@ class GradientExchange:
         That is weights that were not announced, and ranks that are left out. Collective, where there is such a thing.
         """
         weights, pipeline, correction = self._weights, self._pipeline, 1.0
-        if pipeline.requests.weights:
+        if pipeline.flags.requests.weights:
             correction = weights.follow_up(pipeline.divisor, uncounted=uncounted) or 1.0
         elif dropped and weights.total:
             # The sum that was sent earlier counts what those ranks had.
@@ -309,19 +309,19 @@ class GradientExchange:
 
         A failed rank does not take part.
         """
-        pipeline = self._pipeline
-        if pipeline.failed:
-            return pipeline.skip_vote.tolerate(pipeline.failed)
-        if pipeline.requests.late:
+        flags, skip_vote = self._pipeline.flags, self._pipeline.skip_vote
+        if flags.failed:
+            return skip_vote.tolerate(flags.failed)
+        if flags.requests.late:
             # Ranks raise at the end of this window, for the previous one.
             return WindowVerdict()
-        return pipeline.skip_vote.gather_votes() if pipeline.requests.rejected else None
+        return skip_vote.gather_votes() if flags.requests.rejected else None
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:
         """Average what has no place in a bucket: sparse gradients, and those of parameters that are trained again."""
         arrangement, sparse = self._arrangement, self._store.sparse
         sparse.reduce(arrangement.layout.sparse, divisor)
-        if not self._pipeline.requests.trained:
+        if not self._pipeline.flags.requests.trained:
             return
         if self._layout_is_held:
             self._refuse_other_layout()

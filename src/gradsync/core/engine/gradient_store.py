@@ -188,7 +188,7 @@ class GradientStore:
             self._shared = SharedGradients(self.pipeline.communicator)
         self._shared.are_used_up = True
 
-    def require_means(self) -> None:
+    def require_gradients(self) -> None:
         """Refuse to clip gradients that are gone."""
         if self._are_used_up:
             raise MisuseError(

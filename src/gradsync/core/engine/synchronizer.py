@@ -13,7 +13,7 @@ other step are made after each call of the closure.
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.state import Phase
 from gradsync.core.engine.step_guard import guard_steps, unguard_steps
 from gradsync.core.reduction import Reduction
-from gradsync.core.window import Reported, Window, WindowState, has_nonzero_gradients, has_unattached_gradients
+from gradsync.core.window import Window, WindowState, has_unattached_gradients
 from gradsync.health.watch import PaceMeter, Position, tell_error
 
 __all__ = ["Synchronizer", "compiler_here", "has_compiled", "synchronizer_of"]
@@ -88,9 +88,11 @@ class Synchronizer:
         self.specs = list(specs)
         self.options = options
         self.communicator, self.tuner = options.communicator, options.tuner
-        self.switched = self.engine.switches.set
-        self.reduce_with = self.engine.store.reduce_with
-        self.use_up_gradients = self.engine.store.use_up
+        # Methods of its parts that wrappers and optimizers call.
+        store = self.engine.store
+        self.switched, self.announced = self.engine.switches.set, self.engine.announced
+        self.reduce_with, self.use_up_gradients = store.reduce_with, store.use_up
+        self.norms_of, self.require_gradients = store.norms_of, store.require_gradients
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.pending_work = PendingWork(self.engine)
         for parameter in self.parameters:
@@ -175,7 +177,7 @@ class Synchronizer:
         """Note, between two windows, that the loss scale has changed: gradients are ``factor`` times as large."""
         if type(self.reduction).rescaled is not Reduction.rescaled:
             # What the reduction keeps of the last window belongs to the old scale.
-            self.engine.pipeline.await_end()
+            self.engine.pipeline.flags.await_window_end()
             self.reduction.rescaled(factor)
 
     @property
@@ -190,6 +192,20 @@ class Synchronizer:
     @bucket_client.setter
     def bucket_client(self, client: BucketClient | None) -> None:
         self.engine.store.client = client
+
+    @property
+    def has_sharing_client(self) -> bool:
+        """Whether an optimizer uses shares, so that all ranks must take part in every step."""
+        return self.engine.store.has_sharing_client
+
+    @property
+    def busy(self) -> bool:
+        """Whether a backward or a synchronization runs."""
+        return self.engine.phases.busy
+
+    def divide_by(self, count: int) -> None:
+        """Divide sums of gradients without weights by ``count`` from now on, instead of the number of ranks."""
+        self.engine.exchange.divisor = float(count)
 
     @property
     def steps_locally(self) -> bool:
@@ -227,7 +243,7 @@ class Synchronizer:
         self.pending_work.finish()
         if engine.phases.busy and current_task() == NO_TASK:
             engine.recover()
-        engine.pipeline.require_alive()
+        engine.pipeline.flags.require_alive()
         self.thread = threading.get_ident()
         if engine.observer is not None:
             engine.observer.forward_began()
@@ -271,63 +287,14 @@ class Synchronizer:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
         self.pending_work.synchronize()
 
-    def abstain(self, reason: str = "", miss_forward: Callable[[], bool] | None = None) -> None:
-        """Give up this rank's part of the window, and have all ranks agree on what happens to it.
-
-        Where this micro-batch would have synchronized, it takes part at once, as its backward would have. In a forward
-        of the others where this rank has run none, ``miss_forward`` takes part; it returns whether it had to.
-        """
-        engine = self.engine
-        has_run = self.window.awaits_backward
-        engine.require_attached("abstain")
-        # This is what it reports to the ranks that wait.
-        self.pending_work.fail_later(owed=False)
-        if engine.phases.busy:
-            engine.recover()
-        self.window.refuse_second_abstention()
-        any_forward = self.window.any_forward
-        has_reported = engine.phase is Phase.BROKEN and not any_forward and self.window.reported is Reported.FAILED
-        if self._is_over() and not any_forward:
-            raise MisuseError(
-                "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
-                "place of that backward; to give a mean up, zero the gradients of all ranks"
-            )
-        self.clear()
-        engine.require_whole()
-        if has_reported:
-            # Its backward has failed, and the others know.
-            self.window.is_rejected = engine.skip_vote.tolerates
-            engine.abstained()
-            return
-        has_run = self.window.any_in_block if self.in_block else has_run
-        if miss_forward is not None and not has_run and miss_forward():
-            self.window.miss_forward()
-        self.window.awaits_backward = False
-        engine.store.expect_backward()
-        engine.skip_vote.abstain(reason)
-        if self.enabled and (not self.in_block or self.pending_work.block_is_finished):
-            self.pending_work.take_part()
-
-    def _is_over(self) -> bool:
-        """Whether a backward of this rank has ended the window, and there is no sign that another has begun."""
-        if self.window.stays_rejected or self.pending_work.block_is_finished:
-            return True
-        # With shares, no rank can tell alone whether they are zero.
-        return self.window.has_means and (self.reduction.scatters or has_nonzero_gradients(self.parameters))
-
-    def shadow(self) -> None:
-        """Take part in the synchronization of ranks that still have data, contributing nothing."""
-        self.clear()
-        self.window.announce_all_absent(len(self.parameters))
-        self.synchronize()
-        # The means stay for now: a sharded optimizer may step on them here, too.
-        self.window.optimizer_stepped()
-
     def clear(self) -> None:
         """Drop all gradients, and the window's record of them."""
-        self.engine.arrangement.drop_gradients()
-        self.window.end_abstention()
-        self.window.discard()
+        self.engine.clear()
+
+    def raised_on_all(self) -> None:
+        """Give the window up: all ranks have raised for a common reason, and no rank waits for this one."""
+        self.window.failures += 1
+        self.clear()
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -339,8 +306,28 @@ class Synchronizer:
     def before_step(self, *, by_closure: bool = False, gated: bool = False) -> torch.Tensor | None:
         """Ensure that gradients are means, as an optimizer is about to use them. See [Note: a step by closure].
 
-        Returns what :meth:`.Pipeline.gate_step` does.
+        Returns what :meth:`.FlagReader.gate_step` does.
         """
+        engine, window = self.engine, self.window
+        self._leave_backward()
+        gate, steps_locally = None, engine.switches.steps_locally
+        if not steps_locally:
+            engine.pipeline.flags.require_alive()
+            gate = None if by_closure else self._gate_step(gated=gated)
+        has_means = steps_locally or window.has_means
+        if not has_means and not by_closure:
+            self._before_unsynchronized_step()
+        engine.store.expect_step()
+        # Several optimizers each step: the skip vote that the first has found applies to the others, too.
+        is_another = window.state is WindowState.CLOSED and not by_closure and not steps_locally
+        window.step_was_skipped = window.is_rejected or (is_another and window.step_was_skipped)
+        self._end_window(by_closure=by_closure, has_means=has_means)
+        if engine.observer is not None:
+            engine.observer.step_began()
+        return gate
+
+    def _leave_backward(self) -> None:
+        """Finish what a backward, or the block of a micro-batch, has left unfinished; refuse to step inside one."""
         engine = self.engine
         self.pending_work.finish()
         if engine.phases.busy and current_task() != NO_TASK:
@@ -351,26 +338,16 @@ class Synchronizer:
             engine.recover()
         engine.require_whole()
         self.pending_work.finish_last()
-        gate, with_others = None, not engine.switches.steps_locally
-        if with_others:
-            engine.pipeline.require_alive()
-            gate = self._gate_step(gated=gated) if not by_closure else None
-        unfinished = with_others and not self.window.has_means
-        if unfinished and not by_closure:
-            self._before_unsynchronized_step()
-        engine.store.expect_step()
-        # Several optimizers each step: the skip vote that the first has found applies to the others, too.
-        is_another = self.window.state is WindowState.CLOSED and not by_closure and with_others
-        self.window.step_was_skipped = self.window.is_rejected or (is_another and self.window.step_was_skipped)
-        self.window.is_stepped_by_closure = by_closure
-        if self.window.is_rejected:
+
+    def _end_window(self, *, by_closure: bool, has_means: bool) -> None:
+        """End the window before the step that uses it. One that a closure continues ends inside the step."""
+        window = self.window
+        window.is_stepped_by_closure = by_closure
+        if window.is_rejected:
             self.clear()
-        self.window.end_abstention()
-        if not (unfinished and by_closure and self.window.state is WindowState.UNSYNCHRONIZED):
-            self.window.optimizer_stepped()
-        if engine.observer is not None:
-            engine.observer.step_began()
-        return gate
+        window.end_abstention()
+        if has_means or not by_closure or window.state is not WindowState.UNSYNCHRONIZED:
+            window.optimizer_stepped()
 
     def after_closure(self) -> None:
         """Ensure that the gradients that a step's closure has computed are means. See [Note: a step by closure]."""
@@ -382,12 +359,12 @@ class Synchronizer:
     def _gate_step(self, *, gated: bool) -> torch.Tensor | None:
         pipeline = self.engine.pipeline
         try:
-            gate = pipeline.gate_step(gated=gated)
+            gate = pipeline.flags.gate_step(pipeline.control, gated=gated)
         except PeerFailedError:
             # As if it had been reported in backward.
             self.clear()
             raise
-        if pipeline.requests.late:
+        if pipeline.flags.requests.late:
             self.window.is_rejected = True
         return gate
 
