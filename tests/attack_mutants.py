@@ -92,7 +92,7 @@ def _added_groups_lost() -> Patches:
 
     def close(self: OverlappedOptimizer) -> None:
         BucketOptimizer.close(self)
-        for handle in self._refusals:
+        for handle in self._guards:
             handle.remove()
         for original, inner in zip(self._originals, self._inner, strict=True):
             mine = {id(self._shadows[id(p)].itself): p for p in indexed(original.param_groups)}

@@ -39,7 +39,7 @@ def clip_norm(
 def require_means_of(synchronizers: Iterable[Synchronizer]) -> None:
     """Refuse to touch gradients of an unfinished window; in its last micro-batch it is finished first."""
     for synchronizer in synchronizers:
-        synchronizer.pending_work.finish_last()
+        synchronizer.pending_work.finish_window()
         require_means(finished=synchronizer.window.finished)
         synchronizer.require_gradients()
 

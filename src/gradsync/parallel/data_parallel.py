@@ -318,7 +318,7 @@ class DistributedDataParallel(ForwardSync, Accumulation, TorchNames, nn.Module, 
             self._policy,
             init_sync=init_sync,
             sync_buffers=sync_buffers,
-            keeper=self._low_precision,
+            swapper=self._low_precision,
         )
         reference = weakref.ref(self)
 
@@ -341,7 +341,7 @@ class TrainingAlone:
         self._wrapper = wrapper
         self._transport, self._group, self._policy = wrapper.transport, wrapper.process_group, wrapper.current_policy()
         alone = Choice(communicator=InProcessWorld(1).communicator(0), reason="this rank trains by itself")
-        # Communication hooks use their own group whatever the communicator is, and others may count windows.
+        # A communication hook would use its own group all the same, and a stateful reduction count these windows.
         wrapper.reconnect(alone, dataclasses.replace(self._policy, reduction=Mean()))
 
     def end(self) -> None:

@@ -1,5 +1,5 @@
-"""What a forward and its backward do besides gradients: buffers are synchronized, ranks that ran out of data follow
-along (torch's ``Join`` protocol), optimizers step inside backward.
+"""What forwards and backwards do besides averaging gradients: they synchronize buffers, run torch's ``Join`` protocol
+for ranks that have run out of data, and step optimizers inside backward.
 
 Buffer hooks may return futures that must be done when ``backward()`` returns. Optimizers that torch's
 ``_apply_optimizer_in_backward`` has attached to parameters must step on the means; torch steps them bucket by bucket,

@@ -66,7 +66,7 @@ class BackwardEngine:
             allocate=options.communicator.allocate,
             caps=options.caps,
             tuner=options.tuner,
-            before_gather=None if options.keeper is None else options.keeper.release,
+            before_gather=None if options.swapper is None else options.swapper.release,
         )
         self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)
         self.store = store = GradientStore(self.arrangement, self.pipeline, self._hooks, options)
@@ -114,7 +114,7 @@ class BackwardEngine:
             self.window.refuse_backward()
         if not self.phases.busy:
             self._begin()
-        if self.phase is Phase.LOCAL and self.switches.let_synchronize(forward_synchronizes):
+        if self.phase is Phase.LOCAL and self.switches.lets_synchronize(forward_synchronizes):
             self.exchange.begin()
 
     def begin_at_parameter(self, index: int) -> None:
@@ -127,7 +127,7 @@ class BackwardEngine:
         # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
         if not inside_inner_task():
             self._begin(late=True)
-            if self.switches.let_synchronize(self.window.last_synchronizes is not False):
+            if self.switches.lets_synchronize(self.window.last_synchronizes is not False):
                 self.exchange.begin()
         self._hooks.arrivals.append(index)
         place = self.arrangement.places[index]
@@ -162,8 +162,8 @@ class BackwardEngine:
             self._join_window(late=late)
         self.phases.enter(Phase.LOCAL)
         self.phases.task = current_task()
-        if self.options.keeper is not None:
-            self.options.keeper.resume()
+        if self.options.swapper is not None:
+            self.options.swapper.resume()
         self._hooks.arrivals.clear()
         self._newly_trained = self.arrangement.newly_trained_gradients()
         watch_backward(self)
@@ -183,7 +183,7 @@ class BackwardEngine:
         if self.observer is not None:
             self.observer.backward_ended()
         accumulated = self.window.state is WindowState.UNSYNCHRONIZED
-        arrived = self._has_arrived()
+        arrived = self._left_gradients()
         if self.phase is Phase.SYNCHRONIZING and (arrived or accumulated):
             self._finish()
             return
@@ -193,7 +193,7 @@ class BackwardEngine:
         self.phases.leave(Phase.IDLE)
         self.window.backward_ended(self.buckets, arrived=arrived)
 
-    def _has_arrived(self) -> bool:
+    def _left_gradients(self) -> bool:
         """Whether the backward that ends has left a gradient."""
         if self._hooks.arrivals or (not self._hooks.per_parameter and self.arrangement.has_gradients()):
             return True
@@ -220,9 +220,9 @@ class BackwardEngine:
         except BaseException:
             self.recover()
             raise
-        self._hand_out(has_means=has_means)
+        self._complete(has_means=has_means)
 
-    def _hand_out(self, *, has_means: bool) -> None:
+    def _complete(self, *, has_means: bool) -> None:
         """Hand out the result, which all ranks have now. Raises what the previous window has left."""
         store, window = self.store, self.window
         self.exchange.pace.window_ended(worked=self.exchange.contributes)
@@ -260,15 +260,15 @@ class BackwardEngine:
         self.exchange.give_up_lead()
         self.window.end_backward()
         self.pipeline.reset()
-        if self.options.keeper is not None:
-            self.options.keeper.release_all()
+        if self.options.swapper is not None:
+            self.options.swapper.release_all()
         self.phases.task = None
 
     # -- it fails: see [Note: a failed backward] -------------------------------------------------------------------
 
     def backward_failed(self, forward_synchronizes: bool) -> None:
         """Report to the others that autograd has raised: even a local backward may have been meant to synchronize."""
-        if self.phase is Phase.LOCAL and self.switches.let_synchronize(forward_synchronizes):
+        if self.phase is Phase.LOCAL and self.switches.lets_synchronize(forward_synchronizes):
             self.fail()
         elif self.phases.busy:
             self.recover()
@@ -283,7 +283,7 @@ class BackwardEngine:
             self.backward_failed(forward_synchronizes)
             return
         reaches = any(parameter.requires_grad for parameter in self.parameters)
-        if reaches and self.switches.let_synchronize(forward_synchronizes):
+        if reaches and self.switches.lets_synchronize(forward_synchronizes):
             # It is a later backward than the one that the others know of.
             self.window.reported = None
             self.fail()

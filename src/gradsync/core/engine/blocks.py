@@ -64,13 +64,13 @@ class PendingWork:
             # A loop over accumulate() was left, and its iterator is still referenced.
             unfinished = window.ends == former.synchronizations + former.failures
             self._owes_failure |= former.block.synchronizes and unfinished
-        self.finish()
+        self.report_owed_failure()
         if former is not None:
             self.leave(former.block)
         self._entered = _Entered(block, engine.switches.enabled, window.synchronizations, window.failures)
         engine.switches.enabled = block.synchronizes and block.finish_all is None
         window.weights.enter_block(deferred=block.synchronizes and not block.last)
-        window.begin_another()
+        window.begin_next()
         window.any_in_block = False
         engine.store.expect_backward()
 
@@ -86,7 +86,7 @@ class PendingWork:
         """Whether the running block has been synchronized: leaving it will do nothing more."""
         return self._entered is not None and self._entered.synchronizations != self._engine.window.synchronizations
 
-    def finish_last(self) -> None:
+    def finish_window(self) -> None:
         """Synchronize the window in its last micro-batch, if no backward of this rank has: nothing else will."""
         if self._entered is None or not self._entered.block.synchronizes:
             return
@@ -106,7 +106,7 @@ class PendingWork:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
         engine = self._engine
         engine.require_attached("synchronize")
-        self.finish()
+        self.report_owed_failure()
         if engine.phases.busy:
             engine.recover()
         engine.require_whole()
@@ -131,7 +131,7 @@ class PendingWork:
         if has_run is None:
             has_run = window.any_in_block if window.weights.in_block else window.any_forward
         if self._stand_in is not None and self._stand_in(has_run, ends_window):
-            window.miss_forward()
+            window.record_missed_forward()
 
     # -- contributing nothing --------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class PendingWork:
         """Put :meth:`fail` off until this rank next touches the model; or drop that plan, if it is not ``owed``."""
         self._owes_failure = owed
 
-    def finish(self) -> None:
+    def report_owed_failure(self) -> None:
         """Do the work that was put off: this rank touches the model."""
         if self._owes_failure:
             self._owes_failure = False

@@ -57,16 +57,16 @@ class GradientExchange:
         self._droppable = options.droppable
         # The divisor of sums where nothing is weighted.
         self.divisor = float(options.communicator.world_size)
-        # Whether there were backwards that no output announced: the batched check of chunks is not enough then.
+        # Whether there were backwards that no output announced, for which batched readiness checks are not enough.
         self.counts_always = False
         self.pace = make_meter(store.arrangement.specs[0].device)
         # The replica check, if one was requested.
         self._comparison: Comparison | None = None
         if options.policy.replica_check is not None:
-            value_of = None if options.keeper is None else options.keeper.value_of
+            value_of = None if options.swapper is None else options.swapper.value_of
             specs = store.arrangement.specs
             self._comparison = Comparison(options.policy.replica_check, specs, options.communicator, value_of)
-        # From the previous window, if it is only known in this one.
+        # The failure of the previous window, where its flags were read late; raised at the end of this one.
         self._late_failure: PeerFailedError | None = None
         self._group, self._reference = id(options.communicator.group or options.communicator), weakref.ref(self)
 
@@ -139,7 +139,7 @@ class GradientExchange:
                     self._comparison.before_window(arrangement.order.windows_before, arrangement.parameters)
                 if self._rearrange():
                     arrangement.restore_arrivals(self._store.hooks.arrivals)
-                weights.start(uncounted=self.contributes and not weights.counting)
+                weights.start_sum(uncounted=self.contributes and not weights.counting)
                 if self._droppable and pipeline.reduction.carries_tail:
                     self._agree_on_absent()
             pipeline.divide(weights.divisor(self.divisor), weights.local_scale)
@@ -233,7 +233,7 @@ class GradientExchange:
         counts, trains_more = weights.unannounced, self._arrangement.trains_more
         contributes = self.contributes
         weights.require_announced()
-        contributes = not self._leave_out_own() and contributes
+        contributes = not self._drop_own_if_rejected() and contributes
         # Collectives follow, or may; and a rank without gradients has nothing to do but wait.
         asks = counts or trains_more or at_once
         waits = bool(self._arrangement.layout.sparse) or asks or not contributes or skip_vote.reads_at_once
@@ -246,7 +246,7 @@ class GradientExchange:
         )
         pipeline.flush()
         with pipeline.section:
-            correction = weights.finish(self.divisor)
+            correction = weights.finish_sum(self.divisor)
             pipeline.finish(correction=correction, norms=self._store.norms)
             if waits:
                 pipeline.flags.await_requests()
@@ -273,17 +273,17 @@ class GradientExchange:
         """
         weights, pipeline, correction = self._weights, self._pipeline, 1.0
         if pipeline.flags.requests.weights:
-            correction = weights.follow_up(pipeline.divisor, uncounted=uncounted) or 1.0
+            correction = weights.sum_after_buckets(pipeline.divisor, uncounted=uncounted) or 1.0
         elif dropped and weights.total:
             # The sum that was sent earlier counts what those ranks had.
-            correction = weights.follow_up(weights.total, uncounted=uncounted) or 1.0
+            correction = weights.sum_after_buckets(weights.total, uncounted=uncounted) or 1.0
         if dropped and not weights.total and self.divisor > dropped:
             correction = self.divisor / (self.divisor - dropped)
         if correction != 1.0:
             pipeline.correct(correction)
         return correction
 
-    def _leave_out_own(self) -> bool:
+    def _drop_own_if_rejected(self) -> bool:
         """Check what does not pass through the pipeline; drop this rank's gradients if the mean leaves it out."""
         arrangement, skip_vote = self._arrangement, self._pipeline.skip_vote
         if skip_vote.check is not None:

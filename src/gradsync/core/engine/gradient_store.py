@@ -37,21 +37,21 @@ __all__ = ["BucketClient", "GradientStore"]
 class BucketClient(Protocol):
     """Interface of a component that uses the buckets between two backwards."""
 
-    # Or would, if there were other ranks.
-    lives_in_buckets: bool
+    # Whether it does; not where its steps are plain.
+    uses_buckets: bool
 
     @property
     def whole(self) -> Reduction:
         """The reduction to the mean of every gradient on every rank, which would be used without the client."""
 
-    def leave(self) -> None:
+    def flush(self) -> None:
         """Finish what is in flight in the buckets: they are needed for gradients."""
 
-    def move_out(self) -> None:
-        """Release the buckets, which are about to go. Called after :meth:`leave`."""
+    def release_buckets(self) -> None:
+        """Drop all references to the buckets, whose memory is about to be freed. Called after :meth:`flush`."""
 
-    def moved(self, buckets: Sequence[Bucket]) -> None:
-        """Take over the buckets that were rebuilt. All ranks are here, so collectives are allowed."""
+    def buckets_rebuilt(self, buckets: Sequence[Bucket]) -> None:
+        """Use these buckets from now on. Called on all ranks alike, so collectives are allowed."""
 
 
 class GradientStore:
@@ -89,7 +89,7 @@ class GradientStore:
         self.hooks.remove()
         self.take_back()
         if self.client is not None:
-            self.client.move_out()
+            self.client.release_buckets()
         self.window.means_left_buckets()
         if self._precise is not None:
             self._precise.forget()
@@ -103,7 +103,7 @@ class GradientStore:
         self.pipeline.set_buckets(self.arrangement.buckets, self.observer)
         reduction.rebuilt(self.arrangement.layout)
         if self.client is not None:
-            self.client.moved(self.buckets)
+            self.client.buckets_rebuilt(self.buckets)
         self.hooks.register(self.arrangement.places, per_parameter=True)
 
     def mend_hooks(self) -> None:
@@ -171,13 +171,13 @@ class GradientStore:
             self._shared.take_in(bucket)
 
     @property
-    def _are_used_up(self) -> bool:
-        """Whether the gradients are gone, because their memory was overwritten."""
-        return self._shared is not None and self._shared.are_used_up
+    def _are_consumed(self) -> bool:
+        """Whether the gradients are gone: the client has overwritten their memory."""
+        return self._shared is not None and self._shared.are_consumed
 
-    def use_up(self) -> None:
-        """Let the client take the memory of the gradients, for the step that is about to read them."""
-        if self._are_used_up:
+    def consume(self) -> None:
+        """Let the client overwrite the gradients, in the step that is about to read them for the last time."""
+        if self._are_consumed:
             # A second step: on zeros, if the gradients were zeroed, and otherwise on nothing that is a gradient.
             zeroed = [view for bucket in self.buckets for view in bucket.views if is_zeroed(view)]
             self.take_back()
@@ -186,11 +186,11 @@ class GradientStore:
                 view.zeroed = True  # type: ignore[attr-defined]
         if self._shared is None:
             self._shared = SharedGradients(self.pipeline.communicator)
-        self._shared.are_used_up = True
+        self._shared.are_consumed = True
 
     def require_gradients(self) -> None:
         """Refuse to clip gradients that are gone."""
-        if self._are_used_up:
+        if self._are_consumed:
             raise MisuseError(
                 "gradients were to be clipped after optimizer.step(), which has used their memory for new parameters. "
                 "Clip before the step"
@@ -199,7 +199,7 @@ class GradientStore:
     @property
     def has_sharing_client(self) -> bool:
         """Whether an optimizer uses shares, so that all ranks must take part in every step."""
-        return self.client is not None and self.client.lives_in_buckets
+        return self.client is not None and self.client.uses_buckets
 
     @torch.no_grad()
     def take_back(self, *, worthless: bool = False) -> None:
@@ -209,11 +209,11 @@ class GradientStore:
         expected of them.
         """
         if self.client is not None:
-            self.client.leave()
+            self.client.flush()
         if self._shared is None:
             return
         kept = [any(map(_is_kept, bucket.parameters, bucket.views)) for bucket in self.buckets]
-        if self._are_used_up and any(kept) and not worthless:
+        if self._are_consumed and any(kept) and not worthless:
             raise MisuseError(
                 "gradients of the window before were not zeroed. The sharded optimizer has used their memory for new "
                 "parameters, so nothing can be added to them, and no step can use them again. Call zero_grad() after "

@@ -162,9 +162,9 @@ class Pipeline:
     def chunk_overdue(self, bucket: Bucket, chunk: Chunk) -> None:
         """Note that a chunk's last gradient in the learned order is ready, but not all are: check it again later."""
         self._overdue.append((bucket, chunk))
-        self._look_again()
+        self._recheck_overdue()
 
-    def _look_again(self) -> None:
+    def _recheck_overdue(self) -> None:
         for candidate in list(self._overdue):
             if candidate in self._overdue and candidate[1].check_all_ready():
                 self._overdue.remove(candidate)
@@ -193,7 +193,7 @@ class Pipeline:
             while self._overlapping and self._next < self._last and not self._missing[self._next]:
                 self._start(self.buckets[self._next])
         if self._overdue:
-            self._look_again()
+            self._recheck_overdue()
 
     def _start(self, bucket: Bucket) -> None:
         number = bucket.index

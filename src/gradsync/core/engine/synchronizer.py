@@ -47,8 +47,8 @@ def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
     return None if reference is None else reference()
 
 
-# The compiler of the functions that are called from here, if any. It must be called in the very frame that asks, one
-# that is not compiled itself.
+# torch.compile's callback for functions called from the current frame, or None. Call it directly in that frame, which
+# must not be compiled itself.
 compiler_here: Any = get_eval_frame_callback
 
 
@@ -91,7 +91,7 @@ class Synchronizer:
         # Methods of its parts that wrappers and optimizers call.
         store = self.engine.store
         self.switched, self.announced = self.engine.switches.set, self.engine.announced
-        self.reduce_with, self.use_up_gradients = store.reduce_with, store.use_up
+        self.reduce_with, self.consume_gradients = store.reduce_with, store.consume
         self.norms_of, self.require_gradients = store.norms_of, store.require_gradients
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.pending_work = PendingWork(self.engine)
@@ -227,20 +227,20 @@ class Synchronizer:
         """Prepare for a forward of ``module``, with gradients on or off; compiled if ``compiler`` is given."""
         if self._refusal is not None:
             raise MisuseError(self._refusal)
-        self.pending_work.finish()
+        self.pending_work.report_owed_failure()
         if self.engine.observer is not None and not torch.is_grad_enabled():
             self.engine.observer.evaluation_began()
         client = self.engine.store.client
         if client is not None and (compiler or has_compiled(module)):
             # The compiler recompiles for parameters of a different class, such as parameters that are still awaited.
-            client.leave()
+            client.flush()
 
     def begin_forward(self) -> None:
         """Prepare for a forward with gradients on, which is about to run."""
         engine = self.engine
         if self.specs[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise MisuseError(CAPTURED)
-        self.pending_work.finish()
+        self.pending_work.report_owed_failure()
         if engine.phases.busy and current_task() == NO_TASK:
             engine.recover()
         engine.pipeline.flags.require_alive()
@@ -329,7 +329,7 @@ class Synchronizer:
     def _leave_backward(self) -> None:
         """Finish what a backward, or the block of a micro-batch, has left unfinished; refuse to step inside one."""
         engine = self.engine
-        self.pending_work.finish()
+        self.pending_work.report_owed_failure()
         if engine.phases.busy and current_task() != NO_TASK:
             raise MisuseError(
                 "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
@@ -337,7 +337,7 @@ class Synchronizer:
         if engine.phases.busy:
             engine.recover()
         engine.require_whole()
-        self.pending_work.finish_last()
+        self.pending_work.finish_window()
 
     def _end_window(self, *, by_closure: bool, has_means: bool) -> None:
         """End the window before the step that uses it. One that a closure continues ends inside the step."""
@@ -405,7 +405,7 @@ class Synchronizer:
     def detach(self) -> None:
         """Remove all hooks. Gradients stay where they are; nothing is synchronized from now on."""
         if self.engine.store.client is not None:
-            self.engine.store.client.leave()
+            self.engine.store.client.flush()
         self.engine.detach()
         unguard_steps(self)
         for parameter in self.parameters:

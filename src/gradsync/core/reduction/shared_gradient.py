@@ -54,7 +54,7 @@ class SharedGradient(torch.Tensor):
         gradients = list(_shared_in(args))
         if func in _ZEROING:
             return _zero(gradients, args[0])
-        if any(gradient.group.are_used_up for gradient in gradients):
+        if any(gradient.group.are_consumed for gradient in gradients):
             raise MisuseError(
                 f"{getattr(func, '__name__', func)} was called on a gradient after optimizer.step(), which has used "
                 "its memory for new parameters. Look at gradients and clip them before the step"
@@ -80,7 +80,7 @@ class SharedGradients:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         # Their memory holds something else by now.
-        self.are_used_up = False
+        self.are_consumed = False
         self._gradients: list[SharedGradient] = []
         self._norms: dict[float, dict[int, torch.Tensor]] = {}
 
@@ -157,7 +157,7 @@ def _shared_in(values: Iterable[Any]) -> Iterator[SharedGradient]:
 def _zero(gradients: Sequence[SharedGradient], result: Any) -> Any:
     for gradient in gradients:
         gradient.group.forget()
-        if gradient.group.are_used_up:
+        if gradient.group.are_consumed:
             # The memory is in other use: it is zeroed when it comes back.
             gradient.zeroed = True
         else:

@@ -207,7 +207,7 @@ class Share:
             and (tuple(parameter.shape), parameter.stride()) == (spec.shape, spec.stride)
         )
 
-    def let_go(self) -> None:
+    def release_bucket(self) -> None:
         """Release the bucket, but keep this rank's part of its parameters. May be repeated before the next bucket."""
         for name in ("bucket", "_memory", "_detached", "_through_bucket"):
             vars(self).pop(name, None)
