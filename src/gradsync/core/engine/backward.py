@@ -1,8 +1,9 @@
 """The life of a backward: it begins, its gradients are ready, and it ends with means or fails.
 
 The engine decides what kind of backward it is. :mod:`~gradsync.core.engine.exchange` does what all ranks do together,
-and :mod:`~gradsync.core.engine.gradient_store` knows where gradients lie. What happens between two backwards, windows
-and steps, is in :mod:`gradsync.core.engine.synchronizer`. docs/architecture.md draws the path of a gradient.
+and :mod:`~gradsync.core.engine.gradient_store` knows where gradients lie. What happens between two backwards is in
+:mod:`~gradsync.core.engine.blocks` (windows) and :mod:`~gradsync.core.engine.step_guard` (steps). docs/architecture.md
+draws the path of a gradient.
 
 [Note: which backward synchronizes] This is decided at the first sign of a backward, from ``enabled`` (which ``no_sync``
 turns off) and from what ``enabled`` was when the forward ran. So ``no_sync`` around backward alone suffices. If one

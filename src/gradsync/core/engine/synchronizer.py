@@ -1,13 +1,7 @@
-"""The synchronizer: averages what has accumulated between backwards, and lets no optimizer step on anything else.
+"""The synchronizer: what wrappers hold of one engine. Forwards, local steps, saving, and whose parameters these are.
 
-[Note: a rank without gradients] If the loss of one rank does not depend on the model, no hook fires there, while the
-other ranks wait for it. It takes part when it leaves the last micro-batch of ``accumulate()``, or when its optimizer is
-about to step.
-
-[Note: a step by closure] ``optimizer.step(closure)`` runs its backwards inside the step. Code that runs before the step
-cannot check their gradients: if one of these windows is skipped, its gradients are dropped at once. Micro-batches may
-have accumulated before, under ``no_sync()``; the closure's backward then ends their window. The checks that precede any
-other step are made after each call of the closure.
+What an optimizer's step requires is in :mod:`gradsync.core.engine.step_guard`, and what a rank does without a backward
+in :mod:`gradsync.core.engine.blocks`.
 """
 
 import sys
@@ -21,7 +15,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradsync.base.errors import MisuseError, PeerFailedError
+from gradsync.base.errors import MisuseError
 from gradsync.core.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
 from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.backward_watch import NO_TASK, current_task, watch_outputs
@@ -30,9 +24,9 @@ from gradsync.core.engine.gradient_store import BucketClient
 from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.state import Phase
-from gradsync.core.engine.step_guard import guard_steps, unguard_steps
+from gradsync.core.engine.step_guard import StepGuard, guard_steps, unguard_steps
 from gradsync.core.reduction import Reduction
-from gradsync.core.window import Window, WindowState, has_unattached_gradients
+from gradsync.core.window import Window
 from gradsync.health.watch import PaceMeter, Position, tell_error
 
 __all__ = ["Synchronizer", "compiler_here", "has_compiled", "synchronizer_of"]
@@ -97,7 +91,8 @@ class Synchronizer:
         self.pending_work = PendingWork(self.engine)
         for parameter in self.parameters:
             _owners[parameter] = weakref.ref(self)
-        guard_steps(self)
+        self._step_guard = StepGuard(self.engine, self.pending_work, self._index)
+        guard_steps(self._step_guard)
 
     def __repr__(self) -> str:
         phase = self.engine.phase
@@ -296,94 +291,6 @@ class Synchronizer:
         self.window.failures += 1
         self.clear()
 
-    # -- steps ---------------------------------------------------------------------------------------------------
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this synchronizer averages the parameter's gradient."""
-        index = self._index.get(id(parameter))
-        return index is not None and index not in self.engine.arrangement.taken
-
-    def before_step(self, *, by_closure: bool = False, gated: bool = False) -> torch.Tensor | None:
-        """Ensure that gradients are means, as an optimizer is about to use them. See [Note: a step by closure].
-
-        Returns what :meth:`.FlagReader.gate_step` does.
-        """
-        engine, window = self.engine, self.window
-        self._leave_backward()
-        gate, steps_locally = None, engine.switches.steps_locally
-        if not steps_locally:
-            engine.pipeline.flags.require_alive()
-            gate = None if by_closure else self._gate_step(gated=gated)
-        has_means = steps_locally or window.has_means
-        if not has_means and not by_closure:
-            self._before_unsynchronized_step()
-        engine.store.expect_step()
-        # Several optimizers each step: the skip vote that the first has found applies to the others, too.
-        is_another = window.state is WindowState.CLOSED and not by_closure and not steps_locally
-        window.step_was_skipped = window.is_rejected or (is_another and window.step_was_skipped)
-        self._end_window(by_closure=by_closure, has_means=has_means)
-        if engine.observer is not None:
-            engine.observer.step_began()
-        return gate
-
-    def _leave_backward(self) -> None:
-        """Finish what a backward, or the block of a micro-batch, has left unfinished; refuse to step inside one."""
-        engine = self.engine
-        self.pending_work.report_owed_failure()
-        if engine.phases.busy and current_task() != NO_TASK:
-            raise MisuseError(
-                "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
-            )
-        if engine.phases.busy:
-            engine.recover()
-        engine.require_whole()
-        self.pending_work.finish_window()
-
-    def _end_window(self, *, by_closure: bool, has_means: bool) -> None:
-        """End the window before the step that uses it. One that a closure continues ends inside the step."""
-        window = self.window
-        window.is_stepped_by_closure = by_closure
-        if window.is_rejected:
-            self.clear()
-        window.end_abstention()
-        if has_means or not by_closure or window.state is not WindowState.UNSYNCHRONIZED:
-            window.optimizer_stepped()
-
-    def after_closure(self) -> None:
-        """Ensure that the gradients that a step's closure has computed are means. See [Note: a step by closure]."""
-        if not self.window.has_means and not self.engine.switches.steps_locally:
-            self._before_unsynchronized_step()
-            # Before the closure there was nothing to close; the step that goes on now uses these means.
-            self.window.optimizer_stepped()
-
-    def _gate_step(self, *, gated: bool) -> torch.Tensor | None:
-        pipeline = self.engine.pipeline
-        try:
-            gate = pipeline.flags.gate_step(pipeline.control, gated=gated)
-        except PeerFailedError:
-            # As if it had been reported in backward.
-            self.clear()
-            raise
-        if pipeline.flags.requests.late:
-            self.window.is_rejected = True
-        return gate
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notify observers that an optimizer has used the gradients."""
-        if self.engine.observer is not None:
-            self.engine.observer.step_ended(optimizer)
-
-    def _before_unsynchronized_step(self) -> None:
-        self.window.refuse_step(self.parameters)
-        is_open = self.window.state is WindowState.OPEN or self.engine.skip_vote.votes_to_skip
-        if self.enabled and (
-            is_open or has_unattached_gradients(self.buckets) or self.engine.arrangement.newly_trained_gradients()
-        ):
-            # [Note: a rank without gradients], or a backward that no hook reported.
-            if not is_open:
-                self.engine.exchange.counts_always = True
-            self.synchronize()
-
     # -- saving; :mod:`gradsync.core.engine.blocks` saves what has accumulated -------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -407,7 +314,7 @@ class Synchronizer:
         if self.engine.store.client is not None:
             self.engine.store.client.flush()
         self.engine.detach()
-        unguard_steps(self)
+        unguard_steps(self._step_guard)
         for parameter in self.parameters:
             if synchronizer_of(parameter) is self:
                 del _owners[parameter]
