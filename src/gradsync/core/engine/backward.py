@@ -39,7 +39,7 @@ from gradsync.core.engine.pipeline import Pipeline
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.ready_hooks import ReadyHooks
 from gradsync.core.engine.state import Phase, Phases, Switches
-from gradsync.core.window import Reported, WindowState, has_nonzero_gradients
+from gradsync.core.window import Reported, Window, WindowState, has_nonzero_gradients
 from gradsync.core.window.skip_vote import SkipVote
 
 __all__ = ["BackwardEngine"]
@@ -70,8 +70,9 @@ class BackwardEngine:
             before_gather=None if options.swapper is None else options.swapper.release,
         )
         self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)
-        self.store = store = GradientStore(self.arrangement, self.pipeline, self._hooks, options)
-        self.window, self._sparse = store.window, store.sparse
+        self.window = Window(options.communicator, self.arrangement.outside_parameters)
+        self.store = store = GradientStore(self.arrangement, self.pipeline, self._hooks, self.window, options)
+        self._sparse = store.sparse
         self.exchange = GradientExchange(store, self.phases, options)
         # Whether the weight of the running backward has been counted.
         self._announced = False

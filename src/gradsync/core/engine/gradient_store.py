@@ -58,12 +58,16 @@ class GradientStore:
     """The gradients of one engine, window after window, and everything that holds their memory."""
 
     def __init__(
-        self, arrangement: Arrangement, pipeline: Pipeline, hooks: ReadyHooks, options: SynchronizerOptions
+        self,
+        arrangement: Arrangement,
+        pipeline: Pipeline,
+        hooks: ReadyHooks,
+        window: Window,
+        options: SynchronizerOptions,
     ) -> None:
-        self.arrangement, self.pipeline, self.hooks = arrangement, pipeline, hooks
+        self.arrangement, self.pipeline, self.hooks, self.window = arrangement, pipeline, hooks, window
         parameters, communicator = arrangement.parameters, options.communicator
         dtype = options.policy.accumulation_dtype
-        self.window = Window(communicator, arrangement.outside_parameters)
         # The owner of the buckets while no backward runs, where each rank has a share of them.
         self.client: BucketClient | None = None
         # The gradients that are shared out at the moment.
@@ -231,11 +235,11 @@ class GradientStore:
 
     def _make_addend(self, bucket: Bucket) -> None:
         """Convert shares of a mean into a term whose mean over ranks equals it: more gradients may be added to it."""
-        communicator, share = self.pipeline.communicator, bucket.plan.share
-        rank, payload = communicator.rank, bucket.flat[: bucket.plan.payload]
-        payload[: rank * share].zero_()
-        payload[(rank + 1) * share :].zero_()
-        payload[rank * share : (rank + 1) * share].mul_(communicator.world_size)
+        communicator, payload = self.pipeline.communicator, bucket.flat[: bucket.plan.payload]
+        own = bucket.plan.share_of(communicator.rank)
+        payload[: own.start].zero_()
+        payload[own.stop :].zero_()
+        payload[own].mul_(communicator.world_size)
 
 
 def _is_kept(parameter: torch.nn.Parameter, view: torch.Tensor) -> bool:

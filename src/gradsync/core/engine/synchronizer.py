@@ -1,7 +1,18 @@
 """The synchronizer: what wrappers hold of one engine. Forwards, local steps, saving, and whose parameters these are.
 
-What an optimizer's step requires is in :mod:`gradsync.core.engine.step_guard`, and what a rank does without a backward
-in :mod:`gradsync.core.engine.blocks`.
+Who owns what in an engine::
+
+    Synchronizer              what wrappers hold
+    ├── StepGuard             optimizer steps: only on means                              step_guard.py
+    ├── PendingWork           blocks of accumulate(), abstaining, failing                 blocks.py
+    └── BackwardEngine        the life of a backward                                      backward.py
+        ├── Window            what has happened since the last step, and its weights      core/window/
+        ├── Arrangement       the buckets' layout, and where each parameter lies          core/bucket/arrangement.py
+        ├── Pipeline          starts and finishes the buckets, in order                   pipeline.py
+        │   └── FlagReader    control flags that have arrived                             flag_reader.py
+        ├── ReadyHooks        hooks on the parameters                                     ready_hooks.py
+        ├── GradientStore     the gradients' memory, and whoever uses it between backwards
+        └── GradientExchange  what all ranks do together in a window                      exchange.py
 """
 
 import sys

@@ -86,14 +86,13 @@ class SharedGradients:
 
     def take_in(self, bucket: Bucket) -> None:
         """Note that the bucket's gradients are the mean of a share only, from now on."""
-        rank, share, payload = self.communicator.rank, bucket.plan.share, bucket.flat[: bucket.plan.payload]
+        own, payload = bucket.plan.share_of(self.communicator.rank), bucket.flat[: bucket.plan.payload]
         for slot, view in zip(bucket.plan.slots, bucket.views, strict=True):
             view.__class__ = SharedGradient
             shared: Any = view
             shared.zeroed, shared.group = False, self
             if "part" not in shared.__dict__:
-                start = max(slot.offset, rank * share)
-                stop = min(slot.offset + slot.numel, (rank + 1) * share)
+                start, stop = max(slot.offset, own.start), min(slot.offset + slot.numel, own.stop)
                 shared.part = payload[start:stop] if start < stop else None
             self._gradients.append(shared)
 

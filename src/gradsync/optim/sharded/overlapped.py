@@ -213,10 +213,8 @@ class OverlappedOptimizer(BucketOptimizer):
         return found
 
     def _gather(self, bucket: Bucket) -> Handle:
-        communicator, plan = self._synchronizer.communicator, bucket.plan
-        payload = bucket.flat[: plan.payload]
-        own = payload[communicator.rank * plan.share : (communicator.rank + 1) * plan.share]
-        return self._start_gather(bucket, payload, own)
+        payload = bucket.flat[: bucket.plan.payload]
+        return self._start_gather(bucket, payload, payload[bucket.plan.share_of(self._synchronizer.communicator.rank)])
 
     def _arrive(self, bucket: Bucket, handle: Handle, update: Callable[[], None]) -> None:
         self._await_gather(bucket, handle)

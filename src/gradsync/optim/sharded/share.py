@@ -127,11 +127,10 @@ class Share:
 
     def __init__(self, bucket: Bucket, rank: int) -> None:
         plan = bucket.plan
-        first = rank * plan.share
-        self._own = slice(first, first + plan.share)
+        self._own = plan.share_of(rank)
         self.plan, self.bucket = plan, bucket
         self.gradient = bucket.flat[self._own]
-        self.parts = list(_parts(bucket, first, first + plan.share))
+        self.parts = list(_parts(bucket, self._own))
         # New parameters are sent in their own dtype, where they have one in common.
         dtypes = {_wire_dtype(parameter.dtype) for parameter in bucket.parameters}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else None
@@ -255,15 +254,15 @@ class Share:
         return self.flat[part.start : part.stop], values[part.inside]
 
 
-def _parts(bucket: Bucket, first: int, end: int) -> Iterator[Part]:
+def _parts(bucket: Bucket, own: slice) -> Iterator[Part]:
     for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
-        start, stop = max(slot.offset, first), min(slot.offset + slot.numel, end)
+        start, stop = max(slot.offset, own.start), min(slot.offset + slot.numel, own.stop)
         if start < stop:
             yield Part(
                 index=slot.parameter,
                 parameter=parameter,
-                start=start - first,
-                stop=stop - first,
+                start=start - own.start,
+                stop=stop - own.start,
                 inside=slice(start - slot.offset, stop - slot.offset),
                 is_narrow=is_narrow(parameter, bucket),
             )
