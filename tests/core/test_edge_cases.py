@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradsync import DistributedDataParallel, average_gradients, synchronize_gradients
 from gradsync.communicator import choose_communicator
-from tests.core.common import TINY, in_processes, in_threads, in_threads_and_processes
+from tests.core.common import TINY, filled, in_processes, in_threads, in_threads_and_processes
 from tests.ranks import RankPool, Ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -140,16 +140,6 @@ def gradients_of(model: nn.Module) -> dict[str, Any]:
 
 def plain(model: nn.Module) -> Any:
     return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def filled(module: nn.Module) -> nn.Module:
-    """The same values on every rank. Ranks may be threads, which share torch's own random numbers."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            values = torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 2
-            parameter.copy_(values)
-    return module
 
 
 def batch(step: int, rank: int, *shape: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from gradsync.communicator import Communicator, InProcessWorld, choose_communica
 from gradsync.core.engine.synchronizer import synchronizer_of
 from gradsync.errors import NoProcessGroupError
 from gradsync.reduction import Cast
-from tests.core.common import TINY, in_processes, in_threads, in_threads_and_processes, on
+from tests.core.common import TINY, filled, in_processes, in_threads, in_threads_and_processes, on
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -50,11 +50,7 @@ def linear(*args: Any, **kwargs: Any) -> nn.Linear:
 
 
 def net(seed: int = 0) -> nn.Sequential:
-    module = nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh(), linear())
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 2)
+    module: nn.Sequential = filled(nn.Sequential(linear(), nn.Tanh(), linear(), nn.Tanh(), linear()), seed)
     return module
 
 

@@ -9,16 +9,13 @@ from torch import nn
 
 from gradsync import GradientSynchronization, synchronize_gradients
 from gradsync.core.engine.synchronizer import synchronizer_of
-from tests.parallel.training import COPIERS, alone, assert_same, gradients, loss_of, rank_here, values
+from tests.parallel.training import COPIERS, alone, assert_same, filled, gradients, loss_of, rank_here, values
 from tests.ranks import Ranks
 
 
 def net(seed: int = 0) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    model: nn.Sequential = filled(layers.double(), seed)
     return model
 
 

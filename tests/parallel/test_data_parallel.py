@@ -25,6 +25,7 @@ from tests.parallel.training import (
     assert_same,
     assert_same_bits,
     batch,
+    filled,
     gradients,
     loss_of,
     rank_here,
@@ -45,15 +46,6 @@ TINY, HUGE = 1e-6, 100.0
 def net(*, seed: int = 0, norm: bool = False, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     between = [nn.BatchNorm1d(8)] if norm else []
     return filled(nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Linear(8, 3)), seed).to(dtype)
-
-
-def filled(model: nn.Module, seed: int = 0) -> Any:
-    """Values from a generator of their own: ranks that are threads share torch's."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
-    return model
 
 
 class Branches(nn.Module):

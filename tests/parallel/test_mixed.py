@@ -11,7 +11,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from gradsync import DistributedDataParallel
 from gradsync.reduction import Cast
-from tests.parallel.training import assert_same_bits, rank_here, values
+from tests.parallel.training import assert_same_bits, filled, rank_here, values
 from tests.ranks import RankPool
 
 BF16 = torch.bfloat16
@@ -26,11 +26,7 @@ class Model(nn.Module):
         self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
         self.gain = nn.Parameter(torch.empty(8))
         self.last = nn.Parameter(torch.empty(8, 3))
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
-        self.to(dtype)
+        filled(self).to(dtype)
         self.seen: list[dict[str, torch.dtype]] = []
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
