@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from gradsync.communicator.background import Task
-from gradsync.core.engine.synchronizer import Synchronizer
+from gradsync.core.engine.step_guard import StepGuard
 from gradsync.optim.sharded import bucket_optimizer, gather, overlapped
 from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer
 from gradsync.optim.sharded.gather import Gathers
@@ -92,7 +92,7 @@ def _added_groups_lost() -> Patches:
 
     def close(self: OverlappedOptimizer) -> None:
         BucketOptimizer.close(self)
-        for handle in self._refusals:
+        for handle in self._guards:
             handle.remove()
         for original, inner in zip(self._originals, self._inner, strict=True):
             mine = {id(self._shadows[id(p)].itself): p for p in indexed(original.param_groups)}
@@ -131,14 +131,14 @@ def _flush_without_a_turn() -> Patches:
 
 
 def _asked_before_the_closure() -> Patches:
-    before_step = Synchronizer.before_step
+    before_step = StepGuard.before_step
 
-    def ask_first(self: Synchronizer, *, by_closure: bool, gated: bool) -> torch.Tensor | None:
+    def ask_first(self: StepGuard, *, by_closure: bool, gated: bool) -> torch.Tensor | None:
         if by_closure and not self.window.has_means and not self.engine.switches.steps_locally:
-            self._before_unsynchronized_step()
+            self._synchronize_if_due()
         return before_step(self, by_closure=by_closure, gated=gated)
 
-    yield mock.patch.object(Synchronizer, "before_step", ask_first)
+    yield mock.patch.object(StepGuard, "before_step", ask_first)
 
 
 IN_BUCKETS = ("sharded", "overlapped")

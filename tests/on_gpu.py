@@ -82,13 +82,13 @@ def pretend_device() -> None:
     """Where there is no GPU, the engine does as on one: it reads what ranks say a window later, and records nothing
     unasked."""
     # Imported late: the tests of the process ranks must not depend on the library under test.
-    from gradsync.core.engine import pipeline
+    from gradsync.core.engine import flag_reader
     from gradsync.core.window import skip_vote, weights
     from gradsync.parallel import replica
 
-    for module in (pipeline, skip_vote, weights):
+    for module in (flag_reader, skip_vote, weights):
         vars(module)["reads_at_once"] = lambda device: False
-    for module in (pipeline, weights):
+    for module in (flag_reader, weights):
         vars(module)["HostCopy"] = _Copy
     choose = replica.choose_recorder
     vars(replica)["choose_recorder"] = lambda observer, device: choose(observer, torch.device("cuda"))

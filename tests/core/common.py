@@ -8,7 +8,17 @@ from torch import nn
 
 from tests.fuse import Fuse
 
-__all__ = ["TINY", "Line", "gradients", "in_processes", "in_threads", "in_threads_and_processes", "on", "still"]
+__all__ = [
+    "TINY",
+    "Line",
+    "filled",
+    "gradients",
+    "in_processes",
+    "in_threads",
+    "in_threads_and_processes",
+    "on",
+    "still",
+]
 
 # About 100 bytes: nearly every parameter has a bucket of its own.
 TINY = 1e-4
@@ -22,6 +32,15 @@ def on(*kinds: tuple[str, int]) -> pytest.MarkDecorator:
 in_threads = on(("threads", 2))
 in_processes = on(("processes", 2))
 in_threads_and_processes = on(("threads", 3), ("processes", 2))
+
+
+def filled(module: nn.Module, seed: int = 0) -> Any:
+    """The same values on every rank. Ranks may be threads, which share torch's own random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 2)
+    return module
 
 
 class Line(nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gradsync import BadStepError, DistributedDataParallel, MisuseError, PeerFailedError, synchronize_gradients
+from gradsync import BadStepError, DistributedDataParallel, MisuseError, PeerFailedError
 from gradsync.communicator import choose_communicator
 from tests.core.common import TINY, Line, gradients, in_threads_and_processes, still
 from tests.fuse import Explosion
@@ -342,34 +342,6 @@ def too_late_in_a_block() -> list[Any]:
 
 def test_no_word_is_kept_for_the_next_window() -> None:
     assert ThreadRanks(2).run(too_late_in_a_block) == [[False, True, False]] * 2
-
-
-def attached() -> list[Any]:
-    rank = choose_communicator().rank
-    module = Line()
-    attachment = synchronize_gradients(module, on_bad_step="skip")
-    optimizer = still(module)
-    seen: list[Any] = []
-    for window in range(3):
-        loss = module(rank + window + 1.0)
-        if window == 1 and rank == 1:
-            attachment.abstain()
-            with pytest.raises(MisuseError, match="has abstained"):
-                loss.backward()
-            with pytest.raises(MisuseError, match="second time"):
-                attachment.abstain()
-        else:
-            loss.backward()
-        came = gradients(module)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append("skipped" if attachment.step_was_skipped else came)
-    return seen
-
-
-def test_an_attachment_has_one_word_too() -> None:
-    everybody = [0, 1, 2]
-    assert ThreadRanks(3).run(attached) == [[mean(everybody, 0), "skipped", mean(everybody, 2)]] * 3
 
 
 def through_another() -> tuple[str, list[Any]]:

@@ -643,15 +643,3 @@ def test_a_rank_that_no_matrix_has_is_refused_at_wrapping() -> None:
 
     for message in run_ranks(wrap, 2):
         assert "'e', of shape (33, 41)" in message
-
-
-def test_ranks_that_reduce_otherwise_are_named_at_wrapping() -> None:
-    def wrap() -> str:
-        with pytest.raises(GradsyncError) as caught:
-            wrapped(Quantize(8 if choose_communicator().rank == 0 else 4))
-        return str(caught.value)
-
-    for message in run_ranks(wrap, 2):
-        assert "Quantize(8)" in message
-        assert "Quantize(4)" in message
-        assert "rank" in message

@@ -92,12 +92,12 @@ class Unread:
 
 @pytest.fixture
 def read_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gradsync.core.engine import pipeline
+    from gradsync.core.engine import flag_reader
     from gradsync.core.window import skip_vote, weights
 
-    for module in (pipeline, weights):
+    for module in (flag_reader, weights):
         monkeypatch.setattr(module, "HostCopy", Unread)
-    for module in (pipeline, weights, skip_vote):
+    for module in (flag_reader, weights, skip_vote):
         monkeypatch.setattr(module, "reads_at_once", lambda _: False)
 
 

@@ -35,40 +35,12 @@ def test_the_best_size_lies_between_the_limits(latency: float, pace: float, hidd
     assert MIN_BUCKET_BYTES <= best <= MAX_BUCKET_BYTES
 
 
-@given(latencies, paces, shares, totals, totals)
-def test_a_larger_model_has_no_smaller_buckets(latency: float, pace: float, hidden: float, a: int, b: int) -> None:
-    cost = LinkCost(latency=latency, seconds_per_byte=pace, hidden=hidden)
-    assert cost.best_bucket_bytes(min(a, b)) <= cost.best_bucket_bytes(max(a, b))
-
-
-@given(latencies, latencies, paces, totals)
-def test_a_slower_start_calls_for_no_smaller_buckets(a: float, b: float, pace: float, total: int) -> None:
-    quick = LinkCost(latency=min(a, b), seconds_per_byte=pace)
-    slow = LinkCost(latency=max(a, b), seconds_per_byte=pace)
-    assert quick.best_bucket_bytes(total) <= slow.best_bucket_bytes(total)
-
-
-@given(latencies, paces, paces, totals)
-def test_a_slower_link_calls_for_no_larger_buckets(latency: float, a: float, b: float, total: int) -> None:
-    fast = LinkCost(latency=latency, seconds_per_byte=min(a, b))
-    slow = LinkCost(latency=latency, seconds_per_byte=max(a, b))
-    assert slow.best_bucket_bytes(total) <= fast.best_bucket_bytes(total)
-
-
-@given(latencies, paces, shares, shares, totals)
-def test_a_link_that_compute_hides_less_of_calls_for_no_smaller_buckets(
-    latency: float, pace: float, a: float, b: float, total: int
-) -> None:
-    hidden = LinkCost(latency=latency, seconds_per_byte=pace, hidden=max(a, b))
-    exposed = LinkCost(latency=latency, seconds_per_byte=pace, hidden=min(a, b))
-    assert hidden.best_bucket_bytes(total) <= exposed.best_bucket_bytes(total)
-
-
-def test_the_best_size_minimizes_the_cost_it_is_derived_from() -> None:
-    cost, total = LinkCost(latency=200e-6, seconds_per_byte=1e-9), 400 * MIB
+@pytest.mark.parametrize("hidden", [1.0, 0.25])
+def test_the_best_size_minimizes_the_cost_it_is_derived_from(hidden: float) -> None:
+    cost, total = LinkCost(latency=200e-6, seconds_per_byte=1e-9, hidden=hidden), 400 * MIB
 
     def seconds(bucket: int) -> float:
-        return total / bucket * (cost.latency + HOST_SECONDS_PER_BUCKET) + bucket * cost.seconds_per_byte
+        return total / bucket * (cost.latency + HOST_SECONDS_PER_BUCKET) + bucket * cost.seconds_per_byte * hidden
 
     best = cost.best_bucket_bytes(total)
     assert MIN_BUCKET_BYTES < best < MAX_BUCKET_BYTES

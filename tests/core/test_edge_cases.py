@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradsync import DistributedDataParallel, average_gradients, synchronize_gradients
 from gradsync.communicator import choose_communicator
-from tests.core.common import TINY, in_processes, in_threads, in_threads_and_processes
+from tests.core.common import TINY, filled, in_processes, in_threads, in_threads_and_processes
 from tests.ranks import RankPool, Ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -140,16 +140,6 @@ def gradients_of(model: nn.Module) -> dict[str, Any]:
 
 def plain(model: nn.Module) -> Any:
     return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def filled(module: nn.Module) -> nn.Module:
-    """The same values on every rank. Ranks may be threads, which share torch's own random numbers."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            values = torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 2
-            parameter.copy_(values)
-    return module
 
 
 def batch(step: int, rank: int, *shape: int) -> torch.Tensor:
@@ -298,6 +288,23 @@ class SharedByReentrantSegments(Case):
             x = checkpoint(self.shared, self.first(x), use_reentrant=True, preserve_rng_state=False)
             x = checkpoint(self.shared, self.middle(x), use_reentrant=True, preserve_rng_state=False)
             return self.last(x)
+
+
+class SharedByReentrantSegmentsAsOftenAsTheRankSays(SharedByReentrantSegments):
+    """Hooks fire another number of times on each rank: that is its own affair, and buckets stay as they are."""
+
+    class Module(SharedByReentrantSegments.Module):
+        times = 1
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.first(x)
+            for _ in range(self.times):
+                x = checkpoint(self.shared, x, use_reentrant=True, preserve_rng_state=False)
+            return self.last(x)
+
+    def window(self, model: nn.Module, step: int, rank: int) -> None:
+        plain(model).times = 1 + rank
+        super().window(model, step, rank)
 
 
 class SharedByReentrantSegmentsAccumulated(SharedByReentrantSegments):
@@ -1287,41 +1294,3 @@ def run_create_graph() -> Outcome:
 def test_gradients_that_have_a_graph_are_averaged(ranks: Ranks) -> None:
     """Contract point 7: backward(create_graph=True) adds to earlier gradients out of place."""
     check(ranks.run(run_create_graph))
-
-
-class SharedLayer(nn.Module):
-    """A layer that reentrant checkpointing runs through as often as it is told: its hook fires once each time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.shared = nn.Linear(400, 400), nn.Linear(400, 400)
-
-    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
-        x = self.first(x)
-        for _ in range(times):
-            x = checkpoint(self.shared, x, use_reentrant=True)
-        return x
-
-
-def run_through_a_shared_layer(windows: int) -> list[float]:
-    """Another number of times on each rank, so that ranks count differently."""
-    module, reference = SharedLayer().double(), SharedLayer().double()
-    model = DistributedDataParallel(module)
-    reference.load_state_dict(module.state_dict())
-    rank = choose_communicator().rank
-    worst = []
-    for _ in range(windows):
-        x = torch.randn(2, 400, dtype=torch.float64)
-        for each in (model, reference):
-            each.zero_grad()
-            each(x, 1 + rank).square().mean().backward()
-        average_gradients(reference)
-        pairs = zip(module.parameters(), reference.parameters(), strict=True)
-        worst.append(max(float((mine.grad - exact.grad).abs().max()) for mine, exact in pairs))  # type: ignore[operator]
-    return worst
-
-
-def test_hooks_that_fire_another_number_of_times_on_each_rank(ranks: Ranks) -> None:
-    """How often they do is a rank's own affair: buckets, which all ranks make together, stay as they are."""
-    for worst in ranks.run(run_through_a_shared_layer, 5):
-        assert max(worst) < 1e-12

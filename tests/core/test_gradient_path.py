@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradsync
-from gradsync import DistributedDataParallel, average_gradients
+from gradsync import DistributedDataParallel
 from gradsync.communicator import choose_communicator
 from gradsync.testing import run_ranks
 
@@ -95,21 +95,3 @@ def test_the_path_of_a_counted_gradient_has_as_many_calls() -> None:
     for way in paths(counted=True):
         assert len(way) == len(table)
         assert {file for file, _ in way} == {file for file, _ in table}
-
-
-def test_the_recorded_training_is_a_real_one() -> None:
-    """The gradients of the recorded model are means."""
-
-    def compare() -> None:
-        module = nn.Linear(4, 4).double()
-        model = DistributedDataParallel(module)
-        other = nn.Linear(4, 4).double()
-        other.load_state_dict(module.state_dict())
-        x = torch.ones(2, 4).double() * choose_communicator().rank
-        model(x).square().mean().backward()
-        other(x).square().mean().backward()
-        average_gradients(other)
-        for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad)
-
-    run_ranks(compare, 2)

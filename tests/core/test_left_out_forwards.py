@@ -106,12 +106,6 @@ def test_a_forward_may_be_left_out(world_size: int, style: str, left_out: str, j
     check(plans[world_size], joins, style)
 
 
-@pytest.mark.parametrize("style", ["iterator", "blocks"])
-def test_the_rank_whose_buffers_count_may_leave_it_out(style: str) -> None:
-    check([[[None, None], [None, 4.0]], [[1.0, 2.0], [3.0, 5.0]]], True, style)
-    check([[[None, None], [None, 4.0]], [[1.0, 2.0], [3.0, 5.0]]], False, style)
-
-
 def test_a_window_without_a_batch_is_one_without_a_forward() -> None:
     check([[[1.0], [2.0]], [[], [5.0]]], True, "iterator")
     check([[[1.0, 3.0], [2.0]], [[], [5.0]]], False, "iterator")

@@ -14,7 +14,7 @@ from torch import nn
 
 from gradsync import DistributedDataParallel, average_gradients, synchronize_gradients
 from gradsync.communicator import choose_communicator
-from tests.core.common import TINY, on
+from tests.core.common import TINY, filled, on
 from tests.core.test_misuse import batch, loss_of
 from tests.ranks import Ranks
 
@@ -34,10 +34,7 @@ class Net(nn.Module):
     def __init__(self, seed: int, layers: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(layers))
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 2)
+        filled(self, seed)
 
     def forward(self, x: torch.Tensor, left_out: Sequence[int] = ()) -> torch.Tensor:
         for number, layer in enumerate(self.layers):

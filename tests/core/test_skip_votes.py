@@ -31,7 +31,7 @@ from gradsync import (
 )
 from gradsync.communicator import choose_communicator
 from tests.core.common import TINY, Line, gradients, in_threads_and_processes, on
-from tests.fuse import Explosion, Fuse
+from tests.fuse import Explosion
 from tests.laws import costly
 from tests.on_gpu import computes_on_cpu
 from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of, seeded
@@ -648,40 +648,6 @@ def test_a_scaler_lowers_its_scale_by_what_is_not_finite(on_bad_step: str | None
 def test_a_scaler_does_not_by_a_rank_that_abstains(on_bad_step: str | None) -> None:
     skipped = [(False, 8.0), (False, 8.0), (True, 16.0), (False, 16.0), (False, 16.0)]
     assert ThreadRanks(2).run(scaled, on_bad_step, "abstain") == [skipped] * 2
-
-
-def sharded(on_bad_step: str, fault: str) -> list[Any]:
-    communicator = choose_communicator()
-    model = wrap(on_bad_step, nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double())
-    optimizer = ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
-    seen: list[Any] = []
-    for window in range(6):
-        faulty = window == 3 and communicator.rank == 1
-        try:
-            if faulty and fault == "abstain":
-                model.abstain()
-            else:
-                out = model(torch.ones(2, 6).double() * (communicator.rank + 1))
-                (Fuse.apply(out, faulty and fault == "backward").sum() * (math.nan if faulty else 1.0)).backward()
-        except Explosion:
-            optimizer.zero_grad()
-            model.abstain()
-        optimizer.step()
-        optimizer.consolidate()
-        seen.append(whole_state(model, optimizer))
-        optimizer.zero_grad()
-    return seen
-
-
-@in_threads_and_processes
-@pytest.mark.parametrize("fault", ["nan", "abstain", "backward"])
-def test_the_shares_of_a_sharded_optimizer_stay_as_they_are(ranks: Ranks, fault: str) -> None:
-    first, *others = ranks.run(sharded, "skip", fault)
-    assert same_bits(first[2], first[3])
-    assert not same_bits(first[3], first[4])
-    assert not any(bool(value.isnan().any()) for value in first[5][0])
-    for other in others:
-        assert all(map(same_bits, first, other))
 
 
 def alike(kind: str, on_bad_step: str, dtype: torch.dtype, set_to_none: bool) -> list[list[torch.Tensor]]:

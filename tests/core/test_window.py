@@ -15,6 +15,7 @@ from torch import nn
 from gradsync import DistributedDataParallel, synchronize_gradients
 from gradsync.communicator import Communicator, Handle, ReduceOp, choose_communicator
 from gradsync.errors import ConfigurationError, MisuseError, PeerFailedError
+from tests.core.common import filled
 from tests.ranks import RankPool, Ranks, ThreadRanks, pool_of, run_once
 
 pytestmark = pytest.mark.timeout(120)
@@ -37,11 +38,7 @@ class Net(nn.Module):
         self.table = nn.Embedding(7, WIDTH, sparse=sparse)
         self.norm = nn.BatchNorm1d(WIDTH) if buffers else nn.Identity()
         self.last = nn.Linear(WIDTH, 2)
-        self.double()
-        generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+        filled(self.double(), seed=3)
 
     def forward(self, key: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(hash(key) & 0xFFFF_FFFF)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import gradsync
 from gradsync import DistributedDataParallel
 from gradsync.communicator import choose_communicator
 from gradsync.errors import ConfigurationError, MisuseError, PeerFailedError
@@ -374,7 +373,7 @@ def move_out_twice(kind: str) -> list[torch.Tensor]:
         train_step(model, optimizer, batch(choose_communicator().rank, step))
         if isinstance(optimizer, ShardedOptimizer) and step == 3:
             optimizer.flush()
-            optimizer.move_out()
+            optimizer.release_buckets()
             model.synchronizer.engine.store.build()
     return parameters_of(model)
 
@@ -418,18 +417,6 @@ def test_what_cannot_be_sharded_is_refused(wrong: Callable[[Any], Any], words: s
             # Nothing is half done: a plain optimizer trains as ever.
             model(batch(0, 0)).sum().backward()
             torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-    ThreadRanks(2).run(work)
-
-
-def test_a_second_one_over_the_same_model_is_refused() -> None:
-    def work() -> None:
-        model = DistributedDataParallel(net())
-        optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters()), model)
-        with pytest.raises(ConfigurationError, match="another sharded optimizer"):
-            ShardedOptimizer(torch.optim.SGD(model.parameters()), model)
-        model(batch(0, 0)).sum().backward()
-        optimizer.step()
 
     ThreadRanks(2).run(work)
 
@@ -719,10 +706,6 @@ def test_a_training_ends_as_with_a_plain_optimizer(ranks: Ranks, train: Callable
 @pytest.mark.parametrize("train", [move_out_twice, step_on_zeros, take_more_parameters])
 def test_a_training_in_threads_ends_as_with_a_plain_optimizer(train: Callable[..., Any]) -> None:
     assert_as_plain(ThreadRanks(3), train)
-
-
-def test_it_has_the_public_name() -> None:
-    assert gradsync.ShardedOptimizer is ShardedOptimizer
 
 
 @pytest.mark.parametrize("name", ["step", "state_dict"])

@@ -25,6 +25,7 @@ from tests.parallel.training import (
     assert_same,
     assert_same_bits,
     batch,
+    filled,
     gradients,
     loss_of,
     rank_here,
@@ -45,15 +46,6 @@ TINY, HUGE = 1e-6, 100.0
 def net(*, seed: int = 0, norm: bool = False, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     between = [nn.BatchNorm1d(8)] if norm else []
     return filled(nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Linear(8, 3)), seed).to(dtype)
-
-
-def filled(model: nn.Module, seed: int = 0) -> Any:
-    """Values from a generator of their own: ranks that are threads share torch's."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
-    return model
 
 
 class Branches(nn.Module):
@@ -127,15 +119,6 @@ def test_the_signature_begins_with_torchs() -> None:
     assert all(parameter.kind in further for parameter in ours[len(theirs) :])
 
 
-def test_it_has_the_public_names_of_torchs_wrapper() -> None:
-    wrapper = DistributedDataParallel(net(), communicator=alone())
-    names = "no_sync join join_hook join_device register_comm_hook will_sync_module_buffers module train eval "
-    names += "require_backward_grad_sync require_forward_param_sync parameters_to_ignore broadcast_buffers "
-    names += "device device_type device_ids output_device dim bucket_bytes_cap find_unused_parameters static_graph "
-    names += "gradient_as_bucket_view mixed_precision _set_static_graph _get_ddp_logging_data"
-    assert [name for name in names.split() if not hasattr(wrapper, name)] == []
-
-
 def train_with(kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return train(wrap_ours(net(), **kwargs), range(3))
 
@@ -167,31 +150,6 @@ def test_arguments_that_change_no_numbers_are_accepted(pair: RankPool, kwargs: d
     results = pair.run(train_with, kwargs)
     assert_same(results[0], train_alone(net(), range(3), ranks=[0, 1]))
     assert_same_bits(results)
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"device_ids": [0, 1]}, "device_ids"),
-        ({"device_ids": [0]}, "device_ids"),
-        ({"output_device": 0}, "output_device"),
-        ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1]}, "bucket_cap_mb_list"),
-        ({"bucket_cap_mb": 0}, "bucket size"),
-        ({"bucket_cap_mb": -1.0}, "bucket size"),
-        ({"bucket_cap_mb": float("nan")}, "bucket size"),
-        ({"bucket_cap_mb_list": [1, "big"]}, "bucket size"),
-        ({"delay_all_reduce_named_params": []}, "param_to_hook_all_reduce"),
-        ({"param_to_hook_all_reduce": nn.Parameter(torch.zeros(1))}, "delay_all_reduce_named_params"),
-        ({"schedule": "eager"}, "schedule"),
-        ({"reduction": "average"}, "reduction"),
-        ({"process_group": object()}, "communicator and process_group"),
-        ({"device_mesh": object()}, "communicator and device_mesh"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_arguments_that_cannot_be_honoured_are_refused(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        DistributedDataParallel(net(), communicator=alone(), **kwargs)
 
 
 def test_a_module_with_sync_batch_norm_on_the_cpu_is_refused_with_the_remedy() -> None:
@@ -935,23 +893,6 @@ def test_a_second_hook_is_refused() -> None:
     wrapper.register_comm_hook(None, debugging_hooks.noop_hook)
     with pytest.raises(MisuseError, match="once"):
         wrapper.register_comm_hook(None, debugging_hooks.noop_hook)
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"), [("tensor", "must return a torch.futures.Future"), ("short", "must hold a tensor of")]
-)
-def test_a_hook_that_answers_with_the_wrong_thing_is_told_what_is_right(answer: str, message: str) -> None:
-    def hook(state: Any, bucket: Any) -> Any:
-        if answer == "tensor":
-            return bucket.buffer()
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer()[1:])
-        return future
-
-    wrapper = DistributedDataParallel(net(), communicator=alone())
-    wrapper.register_comm_hook(None, hook)
-    with pytest.raises(MisuseError, match=message):
-        loss_of(wrapper, 0).backward()
 
 
 # -- beside other parts of torch --------------------------------------------------------------------------------------

@@ -26,6 +26,15 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
     return mse_loss(model(inputs), targets)
 
 
+def filled(model: nn.Module, seed: int = 0) -> Any:
+    """Values from a generator of their own: ranks that are threads share torch's."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return model
+
+
 def rank_here() -> int:
     return choose_communicator().rank
 

@@ -139,7 +139,7 @@ class PreparedOptimizer(Optimizer):
         self._stepped_inside = False
         for synchronizer in self.synchronizers:
             # Unscaling reads gradients before the step does: a rank without a backward must take part first.
-            synchronizer.pending_work.finish_last()
+            synchronizer.pending_work.finish_window()
         result = scaler.step(self.optimizer, closure)
         self.step_was_skipped = not self._stepped_inside or self._was_rejected
         if not self._stepped_inside:

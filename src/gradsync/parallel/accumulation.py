@@ -126,7 +126,7 @@ def backward_through(
         seed = _count(synchronizers, loss, weight, unit)
         with ExitStack() as announced:
             for synchronizer in synchronizers:
-                announced.enter_context(synchronizer.engine.announced())
+                announced.enter_context(synchronizer.announced())
             loss.backward(seed, **options)
     except Exception:
         for synchronizer, count in zip(synchronizers, before, strict=True):
@@ -226,12 +226,7 @@ class Accumulation:
         skip the window. After an error in backward they already know. Under ``no_sync``, call it once for each backward
         that is left out.
         """
-        self.synchronizer.abstain(reason, self._miss_forward)
-
-    def _miss_forward(self) -> bool:
-        """Take part in what the other ranks do in every forward, where this rank has run none: in a join they count
-        which ranks have data. Returns whether there was anything to take part in."""
-        return False
+        self.synchronizer.pending_work.abstain(reason)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -249,7 +244,7 @@ class Accumulation:
         compares the steps of all ranks. All ranks must then call it, between two steps; unless it was measured when the
         model was wrapped, they time a few all-reduces.
         """
-        replica, communicator = self.replica, self.synchronizer.engine.communicator
+        replica, communicator = self.replica, self.synchronizer.communicator
         return explain_model(replica.recorder, communicator, replica.device, all_ranks=all_ranks)
 
     def clip_grad_norm_(

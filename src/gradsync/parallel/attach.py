@@ -56,7 +56,7 @@ class GradientSynchronization(Accumulation):
     def __repr__(self) -> str:
         communicator, synchronizer = self.transport.communicator, self.synchronizer
         where = f"rank {communicator.rank} of {communicator.world_size} over {self.transport}"
-        state = synchronizer.engine.phase.name.lower() if self._registered else "detached"
+        state = synchronizer.position().phase if self._registered else "detached"
         return (
             f"GradientSynchronization({type(self.replica.module).__name__}: "
             f"{count(len(synchronizer.parameters), 'parameter')}, {size(sum(s.nbytes for s in synchronizer.specs))}; "

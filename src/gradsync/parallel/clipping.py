@@ -39,9 +39,9 @@ def clip_norm(
 def require_means_of(synchronizers: Iterable[Synchronizer]) -> None:
     """Refuse to touch gradients of an unfinished window; in its last micro-batch it is finished first."""
     for synchronizer in synchronizers:
-        synchronizer.pending_work.finish_last()
+        synchronizer.pending_work.finish_window()
         require_means(finished=synchronizer.window.finished)
-        synchronizer.engine.store.require_means()
+        synchronizer.require_gradients()
 
 
 def synchronizers_of(parameters: Iterable[torch.Tensor]) -> list[Synchronizer]:
@@ -67,7 +67,7 @@ def _wholes(parameters: Sequence[torch.Tensor], synchronizers: list[Synchronizer
             )
             yield _shares(meant, synchronizer, norm_type)
             continue
-        norms = synchronizer.engine.store.norms_of(norm_type)
+        norms = synchronizer.norms_of(norm_type)
         for bucket in synchronizer.buckets:
             inside = [id(parameter) for parameter in bucket.parameters]
             if not meant.issuperset(inside) or not norms.may_take(bucket):
@@ -85,7 +85,7 @@ def _wholes(parameters: Sequence[torch.Tensor], synchronizers: list[Synchronizer
 
 def _shares(meant: set[int], synchronizer: Synchronizer, norm_type: float) -> Whole:
     """This rank's share of the gradients, with the norm of the shares of all ranks. Collective."""
-    communicator = synchronizer.engine.communicator
+    communicator = synchronizer.communicator
     if norm_type != 2.0 and any(spec.dtype.is_complex for spec in synchronizer.specs):
         raise ConfigurationError(
             "a sharded optimizer keeps complex gradients as pairs of numbers, whose norm is that of the gradients for "

@@ -148,14 +148,17 @@ class DistributedDataParallel(ForwardSync, Accumulation, TorchNames, nn.Module, 
         self._connect_to(transport, chosen.group, init_sync=init_sync, sync_buffers=sync_buffers)
         self.replica.watch(self)
 
-    def _stand_in_for_forward(self, ends_window: bool) -> bool:
-        """Stand in for a forward on a rank without one in a window: the first of the others has broadcast buffers. In a
-        join each of their forwards has asked which ranks have data."""
-        synchronizer, window = self.synchronizer, self.synchronizer.window
+    def _stand_in_for_forward(self, has_run: bool, ends_window: bool) -> bool:
+        """Stand in for a forward that this rank has not run; returns whether there was anything to take part in.
+
+        In a join every forward of the others has asked which ranks have data. Otherwise only the first of a window has
+        collectives: it has broadcast buffers.
+        """
         if self._join_config.enable:
-            has_run = window.any_in_block if synchronizer.in_block else window.any_forward
-            return not has_run and self._miss_forward()
-        if window.any_forward or not ends_window:
+            if not has_run:
+                self._follow_forward()
+            return not has_run
+        if self.synchronizer.window.any_forward or not ends_window:
             return False
         if self.will_sync_module_buffers():
             self._sync_module_buffers()
@@ -302,7 +305,7 @@ class DistributedDataParallel(ForwardSync, Accumulation, TorchNames, nn.Module, 
 
     def current_policy(self) -> SyncPolicy:
         """The policy chosen at wrapping, with later replacements."""
-        client = self.synchronizer.engine.store.client
+        client = self.synchronizer.bucket_client
         # A sharded optimizer stays with the engine it was made for.
         reduction = self.synchronizer.reduction if client is None else client.whole
         return dataclasses.replace(self._policy, reduction=reduction)
@@ -315,13 +318,13 @@ class DistributedDataParallel(ForwardSync, Accumulation, TorchNames, nn.Module, 
             self._policy,
             init_sync=init_sync,
             sync_buffers=sync_buffers,
-            keeper=self._low_precision,
+            swapper=self._low_precision,
         )
         reference = weakref.ref(self)
 
-        def stand_in(ends_window: bool) -> bool:
+        def stand_in(has_run: bool, ends_window: bool) -> bool:
             wrapper = reference()
-            return wrapper is not None and wrapper._stand_in_for_forward(ends_window)
+            return wrapper is not None and wrapper._stand_in_for_forward(has_run, ends_window)
 
         self.synchronizer.pending_work.stand_in_by(stand_in)
 
@@ -338,7 +341,7 @@ class TrainingAlone:
         self._wrapper = wrapper
         self._transport, self._group, self._policy = wrapper.transport, wrapper.process_group, wrapper.current_policy()
         alone = Choice(communicator=InProcessWorld(1).communicator(0), reason="this rank trains by itself")
-        # Communication hooks use their own group whatever the communicator is, and others may count windows.
+        # A communication hook would use its own group all the same, and a stateful reduction count these windows.
         wrapper.reconnect(alone, dataclasses.replace(self._policy, reduction=Mean()))
 
     def end(self) -> None:

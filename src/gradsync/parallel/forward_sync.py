@@ -1,5 +1,5 @@
-"""What a forward and its backward do besides gradients: buffers are synchronized, ranks that ran out of data follow
-along (torch's ``Join`` protocol), optimizers step inside backward.
+"""What forwards and backwards do besides averaging gradients: they synchronize buffers, run torch's ``Join`` protocol
+for ranks that have run out of data, and step optimizers inside backward.
 
 Buffer hooks may return futures that must be done when ``backward()`` returns. Optimizers that torch's
 ``_apply_optimizer_in_backward`` has attached to parameters must step on the means; torch steps them bucket by bucket,
@@ -174,7 +174,7 @@ class ForwardSync:
         )
 
     def join_hook(self, **kwargs: Any) -> "GradientJoinHook":
-        if self.synchronizer.engine.store.has_sharing_client:
+        if self.synchronizer.has_sharing_client:
             raise MisuseError(
                 "join() lets ranks without data leave the loop, and a sharded optimizer needs all of them in every "
                 "step. Give every rank as many steps, and leave out the backward where there is nothing to learn from"
@@ -219,7 +219,7 @@ class ForwardSync:
         self.communicator.all_reduce(counts).wait()
         present, active, in_frames = counts.tolist()
         if in_frames and 0 < active < present:
-            self.synchronizer.engine.raised_on_all()
+            self.synchronizer.raised_on_all()
             raise MisuseError(
                 f"of {present} ranks with data in join(), {active} have come to the last micro-batch of their window "
                 "and the others have not. In a join ranks may have different numbers of windows, but each window must "
@@ -230,17 +230,14 @@ class ForwardSync:
 
     def _divide_by(self, active: int) -> None:
         count = self.communicator.world_size if self.divide_by_initial_world_size else active
-        self.synchronizer.engine.exchange.divisor = float(count)
+        self.synchronizer.divide_by(count)
 
-    def _miss_forward(self) -> bool:
-        """Take part, in a join, in what the others do in a forward that this rank has not: they count who has data."""
-        if not self._join_config.enable:
-            return False
+    def _follow_forward(self) -> None:
+        """Run the collectives of a forward that this rank has not run: in a join the others count who has data."""
         self._prepare_ranks(learning=True)
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         self.require_forward_param_sync = self.synchronizer.enabled
-        return True
 
 
 class GradientJoinHook(JoinHook):
@@ -264,7 +261,7 @@ class GradientJoinHook(JoinHook):
         if active:
             model._divide_by(active)
             self._shadowed = True
-            model.synchronizer.shadow()
+            model.synchronizer.pending_work.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the final model of one that ran to the end, when all have run out of data."""
@@ -272,7 +269,7 @@ class GradientJoinHook(JoinHook):
         source = agree_on_rank(model.communicator, candidate=is_last_joiner)
         buffers = model.replica.buffers if model.forward_sync_buffers else []
         broadcast_tensors([*model.replica.parameters, *buffers], model.communicator, source)
-        model.synchronizer.engine.exchange.divisor = float(model.communicator.world_size)
+        model.synchronizer.divide_by(model.communicator.world_size)
         if self._shadowed:
             # The last mean was for the others. The first gradient of the next epoch would be added to it.
             model.synchronizer.clear()

@@ -19,7 +19,7 @@ from gradsync.communicator.device_stage import DeviceClock
 from gradsync.core.bucket.layout import BucketCaps, ParameterSpec
 from gradsync.core.bucket.precise import widened
 from gradsync.core.bucket.sizes import BucketTuner, auto_caps
-from gradsync.core.engine.policy import ParameterKeeper, SynchronizerOptions, SyncPolicy
+from gradsync.core.engine.policy import ParameterSwapper, SynchronizerOptions, SyncPolicy
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.reduction.measurement import measure_link
 from gradsync.health.watch import set_watch, watch_model
@@ -83,7 +83,7 @@ class Replica:
         *,
         init_sync: bool = True,
         sync_buffers: bool = True,
-        keeper: ParameterKeeper | None = None,
+        swapper: ParameterSwapper | None = None,
     ) -> Synchronizer:
         """Compare with the other ranks, take rank 0's values, and attach the engine. Collective with init_sync."""
         if self.recorder is None or recorder_in(policy.observer) is not None:
@@ -99,7 +99,7 @@ class Replica:
             caps=caps,
             tuner=tuner,
             policy=policy,
-            keeper=keeper,
+            swapper=swapper,
             droppable=any(getattr(layer, "announces_absence", False) for layer in self.module.modules()),
             recorder=None if recorder_in(policy.observer) is not None else self.recorder,
         )
@@ -109,7 +109,7 @@ class Replica:
         return synchronizer
 
     def watch(self, wrapper: nn.Module) -> None:
-        """Parameters added to ``wrapper`` itself are not part of the module; refuse them too."""
+        """Refuse parameters that are added to ``wrapper`` itself, too: they are not part of the module."""
         _watched.setdefault(wrapper, []).append(weakref.ref(self))
 
     def require_unchanged(self) -> None:
@@ -123,7 +123,7 @@ class Replica:
     def _caps(
         self, communicator: Communicator, policy: SyncPolicy, measure: bool
     ) -> tuple[BucketCaps, BucketTuner | None]:
-        """Bucket sizes, and who may change them later: only a measured size can be tuned."""
+        """Bucket sizes, and the tuner that may change them: only measured sizes are tuned."""
         if policy.schedule == "naive":
             return BucketCaps.one_parameter_each(), None
         if policy.sizes is not None:
@@ -165,13 +165,13 @@ class Replica:
         ]
 
     def note_registration(self, owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """``owner`` is about to register ``parameter`` by that name, which may lead through a child."""
+        """Note that ``owner`` is about to register ``parameter``; the name may be a path through a child module."""
         known = not parameter.requires_grad or any(parameter is each for each in self.parameters)
         if not known and not self._ignores(owner, name):
             self._added.append(f"{type(owner).__name__}.{name}")
 
     def note_module(self) -> None:
-        """A module was replaced by a different one, with buffers of its own."""
+        """Forget where buffers are: a module was replaced by a different one, with buffers of its own."""
         self._places = None
 
     def _ignores(self, owner: nn.Module, name: str) -> bool:

@@ -158,7 +158,7 @@ class TorchNames:
 
     def _check_reducer_finalized(self) -> None:
         """Raise if the last backward has left a synchronization unfinished."""
-        if self.synchronizer.engine.phases.busy:
+        if self.synchronizer.busy:
             raise MisuseError(f"the last backward has not been brought to its end: {self.synchronizer!r}")
 
     # -- what has nothing to do here -------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Bucket:
 
     def share(self, rank: int) -> torch.Tensor:
         """The part of the payload that ``rank`` owns, where the layout was planned to be shared out."""
-        return self.payload[rank * self.plan.share : (rank + 1) * self.plan.share]
+        return self.payload[self.plan.share_of(rank)]
 
     def reopen(self) -> None:
         """Prepare for the next backward."""

@@ -58,7 +58,7 @@ class Chunk:
         """Prepare for the next backward."""
         self._waiting[:] = self.arrivals_expected
         self._missing = len(self._waiting)
-        self._sighted: list[torch.Tensor | None] = []
+        self._found_ready: list[torch.Tensor | None] = []
         self._all_unattached = False
         self.full = False
         self.scaled = False
@@ -92,7 +92,7 @@ class Chunk:
         complete = not any(map(operator.is_, gradients, repeat(None)))
         if not complete and any(g is None and slot not in self.absent for slot, g in enumerate(gradients)):
             return False
-        self._sighted = gradients
+        self._found_ready = gradients
         self._all_unattached = complete
         self.full = True
         return True
@@ -156,13 +156,13 @@ class Chunk:
         """
         if self.before_gather is not None:
             self.before_gather(self.parameters)
-        gradients = self._sighted or list(map(_grad, self.parameters))
+        gradients = self._found_ready or list(map(_grad, self.parameters))
         views = self.views
         # The rule after zero_grad(). What the batched check found has come in this backward, so none of it is a view.
         all_unattached = self._all_unattached or not (
             any(map(operator.is_, gradients, views)) or any(map(operator.is_, gradients, repeat(None)))
         )
-        self._sighted, self.empty, self._all_unattached = [], [], False
+        self._found_ready, self.empty, self._all_unattached = [], [], False
         if all_unattached:
             for parameter, view in zip(self.parameters, views, strict=True):
                 parameter.grad = view

@@ -122,6 +122,10 @@ class BucketPlan:
         """The number of elements in one share of the payload."""
         return self.payload // self.shares
 
+    def share_of(self, rank: int) -> slice:
+        """The elements of the payload that ``rank`` owns."""
+        return slice(rank * self.share, (rank + 1) * self.share)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BucketLayout:

@@ -66,16 +66,15 @@ def is_whole(bucket: Bucket, gradients: Iterable[torch.Tensor | None]) -> bool:
 
 def own_parts(bucket: Bucket, meant: Collection[int], rank: int) -> list[torch.Tensor]:
     """The parts in ``rank``'s share of the gradients of those parameters whose ids are in ``meant``."""
-    first, end = rank * bucket.plan.share, (rank + 1) * bucket.plan.share
-    payload = bucket.flat[: bucket.plan.payload]
+    own, payload = bucket.plan.share_of(rank), bucket.flat[: bucket.plan.payload]
     present = [
         id(parameter) in meant and parameter.grad is view
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
     ]
     if all(present):
-        return [payload[first:end]]
+        return [payload[own]]
     ranges = [
-        (max(first, slot.offset), min(end, slot.offset + slot.numel))
+        (max(own.start, slot.offset), min(own.stop, slot.offset + slot.numel))
         for slot, is_meant in zip(bucket.plan.slots, present, strict=True)
         if is_meant
     ]

@@ -110,7 +110,8 @@ class BucketTuner:
     ) -> None:
         self._clock, self._seconds = clock, seconds
         self.rounds = 0
-        # What follows a synchronization may want pieces too, which is not seen here. Not where they only cost.
+        # The least number of buckets wanted by what follows a synchronization, which is not timed here. It counts only
+        # on asynchronous transports: elsewhere a bucket only costs.
         self.fewest, self._total = 1, 0
         self._trials: list[_Trial] = []
         # The sizes still to be tried again; None as long as there are new sizes to try.
@@ -149,7 +150,7 @@ class BucketTuner:
         self.rounds += 1
         self._note(caps, times)
         self._windows.clear()
-        following = self._following(sizes)
+        following = self._next_caps(sizes)
         if following is None or self.finished:
             self.rounds = len(TUNED_AFTER)
             return self._best().caps
@@ -162,36 +163,36 @@ class BucketTuner:
                 return
         self._trials.append(_Trial(caps=caps, times=[min(times)]))
 
-    def _following(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
+    def _next_caps(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
         """The caps to try next: other sizes, then the finalists once more, then nothing."""
         if self._finalists is None:
-            other = None if self._grows_worse() else self._next(sizes)
+            other = None if self._got_worse() else self._finer_caps(sizes)
             if other is not None:
                 return other
-            ranked = sorted(self._fine, key=lambda trial: trial.seconds)
+            ranked = sorted(self._eligible, key=lambda trial: trial.seconds)
             self._finalists = [trial.caps for trial in ranked[:FINALISTS]] if len(ranked) > 1 else []
         return self._finalists.pop() if self._finalists else None
 
     @property
-    def _fine(self) -> list[_Trial]:
-        """The trials of as many pieces as are wanted; all trials, if there is none."""
+    def _eligible(self) -> list[_Trial]:
+        """The trials of at least ``fewest`` buckets; all trials, if there is none."""
         if self.fewest == 1 or not self._trials[0].caps.from_the_end:
             return self._trials
         return [trial for trial in self._trials if max(trial.caps.caps) <= self._total // self.fewest] or self._trials
 
     def _best(self) -> _Trial:
-        best, *others = self._fine
+        best, *others = self._eligible
         for trial in others:
             if trial.seconds < best.seconds * (1 - WORTH_CHANGING):
                 best = trial
         return best
 
-    def _grows_worse(self) -> bool:
+    def _got_worse(self) -> bool:
         """Whether the last trials of ever finer buckets, the estimate aside, were all worse than an earlier one."""
         finer = [trial.seconds for trial in self._trials[1:]]
         return len(finer) > WORSE_IN_A_ROW and min(finer) < min(finer[-WORSE_IN_A_ROW:])
 
-    def _next(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
+    def _finer_caps(self, sizes: Callable[[BucketCaps], list[int]]) -> BucketCaps | None:
         """Caps finer than in all trials but the estimate, if any make buckets that were not tried yet."""
         guess = self._trials[0].caps
         total = self._total = sum(sizes(guess))

@@ -1,8 +1,9 @@
 """The life of a backward: it begins, its gradients are ready, and it ends with means or fails.
 
 The engine decides what kind of backward it is. :mod:`~gradsync.core.engine.exchange` does what all ranks do together,
-and :mod:`~gradsync.core.engine.gradient_store` knows where gradients lie. What happens between two backwards, windows
-and steps, is in :mod:`gradsync.core.engine.synchronizer`. docs/architecture.md draws the path of a gradient.
+and :mod:`~gradsync.core.engine.gradient_store` knows where gradients lie. What happens between two backwards is in
+:mod:`~gradsync.core.engine.blocks` (windows) and :mod:`~gradsync.core.engine.step_guard` (steps). docs/architecture.md
+draws the path of a gradient.
 
 [Note: which backward synchronizes] This is decided at the first sign of a backward, from ``enabled`` (which ``no_sync``
 turns off) and from what ``enabled`` was when the forward ran. So ``no_sync`` around backward alone suffices. If one
@@ -38,7 +39,7 @@ from gradsync.core.engine.pipeline import Pipeline
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.ready_hooks import ReadyHooks
 from gradsync.core.engine.state import Phase, Phases, Switches
-from gradsync.core.window import Reported, WindowState, has_nonzero_gradients
+from gradsync.core.window import Reported, Window, WindowState, has_nonzero_gradients
 from gradsync.core.window.skip_vote import SkipVote
 
 __all__ = ["BackwardEngine"]
@@ -66,11 +67,12 @@ class BackwardEngine:
             allocate=options.communicator.allocate,
             caps=options.caps,
             tuner=options.tuner,
-            before_gather=None if options.keeper is None else options.keeper.release,
+            before_gather=None if options.swapper is None else options.swapper.release,
         )
         self._hooks = ReadyHooks(self.parameters, self, self.pipeline, self.phases)
-        self.store = store = GradientStore(self.arrangement, self.pipeline, self._hooks, options)
-        self.window, self._sparse = store.window, store.sparse
+        self.window = Window(options.communicator, self.arrangement.outside_parameters)
+        self.store = store = GradientStore(self.arrangement, self.pipeline, self._hooks, self.window, options)
+        self._sparse = store.sparse
         self.exchange = GradientExchange(store, self.phases, options)
         # Whether the weight of the running backward has been counted.
         self._announced = False
@@ -114,7 +116,7 @@ class BackwardEngine:
             self.window.refuse_backward()
         if not self.phases.busy:
             self._begin()
-        if self.phase is Phase.LOCAL and self.switches.let_synchronize(forward_synchronizes):
+        if self.phase is Phase.LOCAL and self.switches.lets_synchronize(forward_synchronizes):
             self.exchange.begin()
 
     def begin_at_parameter(self, index: int) -> None:
@@ -127,7 +129,7 @@ class BackwardEngine:
         # Inside an inner task the end is not the end: gradients stay as they are until a later sign, or a step.
         if not inside_inner_task():
             self._begin(late=True)
-            if self.switches.let_synchronize(self.window.last_synchronizes is not False):
+            if self.switches.lets_synchronize(self.window.last_synchronizes is not False):
                 self.exchange.begin()
         self._hooks.arrivals.append(index)
         place = self.arrangement.places[index]
@@ -162,8 +164,8 @@ class BackwardEngine:
             self._join_window(late=late)
         self.phases.enter(Phase.LOCAL)
         self.phases.task = current_task()
-        if self.options.keeper is not None:
-            self.options.keeper.resume()
+        if self.options.swapper is not None:
+            self.options.swapper.resume()
         self._hooks.arrivals.clear()
         self._newly_trained = self.arrangement.newly_trained_gradients()
         watch_backward(self)
@@ -183,7 +185,7 @@ class BackwardEngine:
         if self.observer is not None:
             self.observer.backward_ended()
         accumulated = self.window.state is WindowState.UNSYNCHRONIZED
-        arrived = self._has_arrived()
+        arrived = self._left_gradients()
         if self.phase is Phase.SYNCHRONIZING and (arrived or accumulated):
             self._finish()
             return
@@ -193,7 +195,7 @@ class BackwardEngine:
         self.phases.leave(Phase.IDLE)
         self.window.backward_ended(self.buckets, arrived=arrived)
 
-    def _has_arrived(self) -> bool:
+    def _left_gradients(self) -> bool:
         """Whether the backward that ends has left a gradient."""
         if self._hooks.arrivals or (not self._hooks.per_parameter and self.arrangement.has_gradients()):
             return True
@@ -220,9 +222,9 @@ class BackwardEngine:
         except BaseException:
             self.recover()
             raise
-        self._hand_out(has_means=has_means)
+        self._complete(has_means=has_means)
 
-    def _hand_out(self, *, has_means: bool) -> None:
+    def _complete(self, *, has_means: bool) -> None:
         """Hand out the result, which all ranks have now. Raises what the previous window has left."""
         store, window = self.store, self.window
         self.exchange.pace.window_ended(worked=self.exchange.contributes)
@@ -260,15 +262,15 @@ class BackwardEngine:
         self.exchange.give_up_lead()
         self.window.end_backward()
         self.pipeline.reset()
-        if self.options.keeper is not None:
-            self.options.keeper.release_all()
+        if self.options.swapper is not None:
+            self.options.swapper.release_all()
         self.phases.task = None
 
     # -- it fails: see [Note: a failed backward] -------------------------------------------------------------------
 
     def backward_failed(self, forward_synchronizes: bool) -> None:
         """Report to the others that autograd has raised: even a local backward may have been meant to synchronize."""
-        if self.phase is Phase.LOCAL and self.switches.let_synchronize(forward_synchronizes):
+        if self.phase is Phase.LOCAL and self.switches.lets_synchronize(forward_synchronizes):
             self.fail()
         elif self.phases.busy:
             self.recover()
@@ -283,7 +285,7 @@ class BackwardEngine:
             self.backward_failed(forward_synchronizes)
             return
         reaches = any(parameter.requires_grad for parameter in self.parameters)
-        if reaches and self.switches.let_synchronize(forward_synchronizes):
+        if reaches and self.switches.lets_synchronize(forward_synchronizes):
             # It is a later backward than the one that the others know of.
             self.window.reported = None
             self.fail()
@@ -312,33 +314,42 @@ class BackwardEngine:
 
         Works in any phase, and again where an interrupt has cut it short.
         """
-        window, abstained = self.window, False
-        is_reported = self.phase is Phase.SYNCHRONIZING
-        window.reported = Reported.FAILED if is_reported else None
-        if is_reported:
-            # An interrupt may come after this rank has exchanged everything and counted that.
-            window.failures += not window.exchanged
-            self.exchange.abandon()
-            abstained = self.skip_vote.abstains
-            # Other ranks may have ended this window successfully, or learn of the failure in the next one. Windows are
-            # compared between ranks by number.
-            self.exchange.pace.window_ended(worked=False)
-            self.skip_vote.forget()
-            # What was skipped was a different window; a step that follows has nothing to skip.
-            window.step_was_skipped = False
-        self.store.mend_hooks()
-        self._hooks.arrivals.clear()
-        window.discard()
-        window.is_rejected = is_reported and self.skip_vote.tolerates
-        self._clear_window()
+        others_wait, abstained = self.phase is Phase.SYNCHRONIZING, False
+        self.window.reported = Reported.FAILED if others_wait else None
+        if others_wait:
+            abstained = self._report_failure()
+        self._discard_backward(is_reported=others_wait)
         self.phases.leave(Phase.BROKEN)
         if abstained:
             self.abstained()
 
-    def raised_on_all(self) -> None:
-        """Give the window up: all ranks have raised for a common reason, and no rank waits for this one."""
-        self.window.failures += 1
+    def _report_failure(self) -> bool:
+        """Complete the collectives that the other ranks wait for, with a failure vote: whether this rank abstains."""
+        window = self.window
+        # An interrupt may come after this rank has exchanged everything and counted that.
+        window.failures += not window.exchanged
+        self.exchange.abandon()
+        abstains = self.skip_vote.abstains
+        # Other ranks may have ended this window successfully, or learn of the failure in the next one. Windows are
+        # compared between ranks by number.
+        self.exchange.pace.window_ended(worked=False)
+        self.skip_vote.forget()
+        # What was skipped was a different window; a step that follows has nothing to skip.
+        window.step_was_skipped = False
+        return abstains
+
+    def _discard_backward(self, *, is_reported: bool) -> None:
+        """Drop what the failed backward has left in hooks, window and buckets."""
+        self.store.mend_hooks()
+        self._hooks.arrivals.clear()
+        self.window.discard()
+        self.window.is_rejected = is_reported and self.skip_vote.tolerates
+        self._clear_window()
+
+    def clear(self) -> None:
+        """Drop all gradients, and the window's record of them."""
         self.arrangement.drop_gradients()
+        self.window.end_abstention()
         self.window.discard()
 
     def require_attached(self, what: str) -> None:

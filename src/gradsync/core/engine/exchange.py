@@ -57,16 +57,16 @@ class GradientExchange:
         self._droppable = options.droppable
         # The divisor of sums where nothing is weighted.
         self.divisor = float(options.communicator.world_size)
-        # Whether there were backwards that no output announced: the batched check of chunks is not enough then.
+        # Whether there were backwards that no output announced, for which batched readiness checks are not enough.
         self.counts_always = False
         self.pace = make_meter(store.arrangement.specs[0].device)
         # The replica check, if one was requested.
         self._comparison: Comparison | None = None
         if options.policy.replica_check is not None:
-            value_of = None if options.keeper is None else options.keeper.value_of
+            value_of = None if options.swapper is None else options.swapper.value_of
             specs = store.arrangement.specs
             self._comparison = Comparison(options.policy.replica_check, specs, options.communicator, value_of)
-        # From the previous window, if it is only known in this one.
+        # The failure of the previous window, where its flags were read late; raised at the end of this one.
         self._late_failure: PeerFailedError | None = None
         self._group, self._reference = id(options.communicator.group or options.communicator), weakref.ref(self)
 
@@ -133,13 +133,13 @@ class GradientExchange:
             if arrangement.order.running:
                 arrangement.restore_absent()
             else:
-                self._late_failure = pipeline.late_failure()
+                self._late_failure = pipeline.flags.read_late()
                 arrangement.order.window_began()
                 if self._comparison is not None:
                     self._comparison.before_window(arrangement.order.windows_before, arrangement.parameters)
                 if self._rearrange():
                     arrangement.restore_arrivals(self._store.hooks.arrivals)
-                weights.start(uncounted=self.contributes and not weights.counting)
+                weights.start_sum(uncounted=self.contributes and not weights.counting)
                 if self._droppable and pipeline.reduction.carries_tail:
                     self._agree_on_absent()
             pipeline.divide(weights.divisor(self.divisor), weights.local_scale)
@@ -233,11 +233,11 @@ class GradientExchange:
         counts, trains_more = weights.unannounced, self._arrangement.trains_more
         contributes = self.contributes
         weights.require_announced()
-        contributes = not self._leave_out_own() and contributes
+        contributes = not self._drop_own_if_rejected() and contributes
         # Collectives follow, or may; and a rank without gradients has nothing to do but wait.
         asks = counts or trains_more or at_once
         waits = bool(self._arrangement.layout.sparse) or asks or not contributes or skip_vote.reads_at_once
-        pipeline.requests = Requests(
+        pipeline.flags.requests = Requests(
             weights=counts,
             trained=trains_more,
             rejected=skip_vote.votes_to_skip,
@@ -246,10 +246,10 @@ class GradientExchange:
         )
         pipeline.flush()
         with pipeline.section:
-            correction = weights.finish(self.divisor)
+            correction = weights.finish_sum(self.divisor)
             pipeline.finish(correction=correction, norms=self._store.norms)
             if waits:
-                pipeline.await_requests()
+                pipeline.flags.await_requests()
             return self._conclude(correction, uncounted=contributes and not weights.counting)
 
     def _conclude(self, correction: float | torch.Tensor | None, *, uncounted: bool) -> bool:
@@ -272,18 +272,18 @@ class GradientExchange:
         That is weights that were not announced, and ranks that are left out. Collective, where there is such a thing.
         """
         weights, pipeline, correction = self._weights, self._pipeline, 1.0
-        if pipeline.requests.weights:
-            correction = weights.follow_up(pipeline.divisor, uncounted=uncounted) or 1.0
+        if pipeline.flags.requests.weights:
+            correction = weights.sum_after_buckets(pipeline.divisor, uncounted=uncounted) or 1.0
         elif dropped and weights.total:
             # The sum that was sent earlier counts what those ranks had.
-            correction = weights.follow_up(weights.total, uncounted=uncounted) or 1.0
+            correction = weights.sum_after_buckets(weights.total, uncounted=uncounted) or 1.0
         if dropped and not weights.total and self.divisor > dropped:
             correction = self.divisor / (self.divisor - dropped)
         if correction != 1.0:
             pipeline.correct(correction)
         return correction
 
-    def _leave_out_own(self) -> bool:
+    def _drop_own_if_rejected(self) -> bool:
         """Check what does not pass through the pipeline; drop this rank's gradients if the mean leaves it out."""
         arrangement, skip_vote = self._arrangement, self._pipeline.skip_vote
         if skip_vote.check is not None:
@@ -309,19 +309,19 @@ class GradientExchange:
 
         A failed rank does not take part.
         """
-        pipeline = self._pipeline
-        if pipeline.failed:
-            return pipeline.skip_vote.tolerate(pipeline.failed)
-        if pipeline.requests.late:
+        flags, skip_vote = self._pipeline.flags, self._pipeline.skip_vote
+        if flags.failed:
+            return skip_vote.tolerate(flags.failed)
+        if flags.requests.late:
             # Ranks raise at the end of this window, for the previous one.
             return WindowVerdict()
-        return pipeline.skip_vote.gather_votes() if pipeline.requests.rejected else None
+        return skip_vote.gather_votes() if flags.requests.rejected else None
 
     def _reduce_outside(self, divisor: float | torch.Tensor) -> None:
         """Average what has no place in a bucket: sparse gradients, and those of parameters that are trained again."""
         arrangement, sparse = self._arrangement, self._store.sparse
         sparse.reduce(arrangement.layout.sparse, divisor)
-        if not self._pipeline.requests.trained:
+        if not self._pipeline.flags.requests.trained:
             return
         if self._layout_is_held:
             self._refuse_other_layout()

@@ -38,8 +38,8 @@ __all__ = ["BucketClient", "GradientStore"]
 class BucketClient(Protocol):
     """Interface of a component that uses the buckets between two backwards."""
 
-    # Or would, if there were other ranks.
-    lives_in_buckets: bool
+    # Whether it does; not where its steps are plain.
+    uses_buckets: bool
 
     @property
     def whole(self) -> Reduction:
@@ -48,26 +48,30 @@ class BucketClient(Protocol):
     def before_forward(self, module: nn.Module, *, is_compiled: bool) -> None:
         """Prepare for a forward of ``module``. ``is_compiled``: by a compiler that sees all that it calls."""
 
-    def leave(self) -> None:
+    def flush(self) -> None:
         """Finish what is in flight in the buckets: they are needed for gradients."""
 
-    def move_out(self) -> None:
-        """Release the buckets, which are about to go. Called after :meth:`leave`."""
+    def release_buckets(self) -> None:
+        """Drop all references to the buckets, whose memory is about to be freed. Called after :meth:`flush`."""
 
-    def moved(self, buckets: Sequence[Bucket]) -> None:
-        """Take over the buckets that were rebuilt. All ranks are here, so collectives are allowed."""
+    def buckets_rebuilt(self, buckets: Sequence[Bucket]) -> None:
+        """Use these buckets from now on. Called on all ranks alike, so collectives are allowed."""
 
 
 class GradientStore:
     """The gradients of one engine, window after window, and everything that holds their memory."""
 
     def __init__(
-        self, arrangement: Arrangement, pipeline: Pipeline, hooks: ReadyHooks, options: SynchronizerOptions
+        self,
+        arrangement: Arrangement,
+        pipeline: Pipeline,
+        hooks: ReadyHooks,
+        window: Window,
+        options: SynchronizerOptions,
     ) -> None:
-        self.arrangement, self.pipeline, self.hooks = arrangement, pipeline, hooks
+        self.arrangement, self.pipeline, self.hooks, self.window = arrangement, pipeline, hooks, window
         parameters, communicator = arrangement.parameters, options.communicator
         dtype = options.policy.accumulation_dtype
-        self.window = Window(communicator, arrangement.outside_parameters)
         # The owner of the buckets while no backward runs, where each rank has a share of them.
         self.client: BucketClient | None = None
         # The gradients that are shared out at the moment.
@@ -93,7 +97,7 @@ class GradientStore:
         self.hooks.remove()
         self.take_back()
         if self.client is not None:
-            self.client.move_out()
+            self.client.release_buckets()
         self.window.means_left_buckets()
         if self._precise is not None:
             self._precise.forget()
@@ -107,7 +111,7 @@ class GradientStore:
         self.pipeline.set_buckets(self.arrangement.buckets, self.observer)
         reduction.rebuilt(self.arrangement.layout)
         if self.client is not None:
-            self.client.moved(self.buckets)
+            self.client.buckets_rebuilt(self.buckets)
         self.hooks.register(self.arrangement.places, per_parameter=True)
 
     def mend_hooks(self) -> None:
@@ -175,13 +179,13 @@ class GradientStore:
             self._shared.take_in(bucket)
 
     @property
-    def _are_used_up(self) -> bool:
-        """Whether the gradients are gone, because their memory was overwritten."""
-        return self._shared is not None and self._shared.are_used_up
+    def _are_consumed(self) -> bool:
+        """Whether the gradients are gone: the client has overwritten their memory."""
+        return self._shared is not None and self._shared.are_consumed
 
-    def use_up(self) -> None:
-        """Let the client take the memory of the gradients, for the step that is about to read them."""
-        if self._are_used_up:
+    def consume(self) -> None:
+        """Let the client overwrite the gradients, in the step that is about to read them for the last time."""
+        if self._are_consumed:
             # A second step: on zeros, if the gradients were zeroed, and otherwise on nothing that is a gradient.
             zeroed = [view for bucket in self.buckets for view in bucket.views if is_zeroed(view)]
             self.take_back()
@@ -190,11 +194,11 @@ class GradientStore:
                 view.zeroed = True  # type: ignore[attr-defined]
         if self._shared is None:
             self._shared = SharedGradients(self.pipeline.communicator)
-        self._shared.are_used_up = True
+        self._shared.are_consumed = True
 
-    def require_means(self) -> None:
+    def require_gradients(self) -> None:
         """Refuse to clip gradients that are gone."""
-        if self._are_used_up:
+        if self._are_consumed:
             raise MisuseError(
                 "gradients were to be clipped after optimizer.step(), which has used their memory for new parameters. "
                 "Clip before the step"
@@ -203,7 +207,7 @@ class GradientStore:
     @property
     def has_sharing_client(self) -> bool:
         """Whether an optimizer uses shares, so that all ranks must take part in every step."""
-        return self.client is not None and self.client.lives_in_buckets
+        return self.client is not None and self.client.uses_buckets
 
     @torch.no_grad()
     def take_back(self, *, worthless: bool = False) -> None:
@@ -213,11 +217,11 @@ class GradientStore:
         expected of them.
         """
         if self.client is not None:
-            self.client.leave()
+            self.client.flush()
         if self._shared is None:
             return
         kept = [any(map(_is_kept, bucket.parameters, bucket.views)) for bucket in self.buckets]
-        if self._are_used_up and any(kept) and not worthless:
+        if self._are_consumed and any(kept) and not worthless:
             raise MisuseError(
                 "gradients of the window before were not zeroed. The sharded optimizer has used their memory for new "
                 "parameters, so nothing can be added to them, and no step can use them again. Call zero_grad() after "
@@ -235,11 +239,11 @@ class GradientStore:
 
     def _make_addend(self, bucket: Bucket) -> None:
         """Convert shares of a mean into a term whose mean over ranks equals it: more gradients may be added to it."""
-        communicator, share = self.pipeline.communicator, bucket.plan.share
-        rank, payload = communicator.rank, bucket.flat[: bucket.plan.payload]
-        payload[: rank * share].zero_()
-        payload[(rank + 1) * share :].zero_()
-        payload[rank * share : (rank + 1) * share].mul_(communicator.world_size)
+        communicator, payload = self.pipeline.communicator, bucket.flat[: bucket.plan.payload]
+        own = bucket.plan.share_of(communicator.rank)
+        payload[: own.start].zero_()
+        payload[own.stop :].zero_()
+        payload[own].mul_(communicator.world_size)
 
 
 def _is_kept(parameter: nn.Parameter, view: torch.Tensor) -> bool:

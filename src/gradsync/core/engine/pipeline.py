@@ -16,23 +16,12 @@ import torch
 
 from gradsync.base.errors import LateGradientError, PeerFailedError
 from gradsync.communicator import Communicator, Handle
-from gradsync.communicator.collective import copy_failure
 from gradsync.communicator.logs import log_errors
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.chunk import LATE_REMEDY, Chunk
-from gradsync.core.bucket.control_flags import (
-    NOT_STEPPED,
-    STEPPED,
-    HostCopy,
-    Requests,
-    failed_ranks,
-    raise_if_failed,
-    raise_if_unknown,
-    reads_at_once,
-    set_control_flags,
-    step_gate,
-)
+from gradsync.core.bucket.control_flags import Requests, set_control_flags
 from gradsync.core.bucket.norm import BucketNorms
+from gradsync.core.engine.flag_reader import FlagReader, ReductionNotice
 from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.state import CollectiveSection
 from gradsync.core.reduction import Reduction
@@ -66,21 +55,11 @@ class Pipeline:
         # The sum over ranks is divided by ``divisor``; before that, this rank's gradients are multiplied by
         # ``local_scale``, the weight of its micro-batches. See :mod:`gradsync.core.window.weights`.
         self.divisor, self.local_scale = float(communicator.world_size), 1.0
-        # What this rank requests in the control flags of the running synchronization, and whose backward it reports as
-        # failed.
-        self.requests = Requests()
-        self.failed: list[int] = []
         self._check = None if skip_vote.holds_back else skip_vote.check
         # Where there is no bucket, because there are no dense gradients, the control flags are sent alone.
         self._lone_control = torch.zeros(communicator.world_size + Requests.PLACES, device=communicator.device)
-        self._unread_control: HostCopy | None = None
-        # Computed from those flags on the device, once an optimizer is about to step. See [Note: the step gate] in
-        # :mod:`.step_guard`.
-        self._gate: torch.Tensor | None = None
-        # Whether the reduction has been given buckets of a window without knowing how it ended, and what their means
-        # were multiplied by since.
-        self._end_is_pending = False
-        self._correction: float | torch.Tensor = 1.0
+        self._notice = ReductionNotice(reduction)
+        self.flags = FlagReader(communicator, skip_vote, self._notice)
         # The part of a synchronization on this rank that must run as a whole. See [Note: an interrupt].
         self.section = CollectiveSection()
         self.reduce_with(reduction)
@@ -93,8 +72,8 @@ class Pipeline:
 
     def reduce_with(self, reduction: Reduction) -> None:
         """Replace the reduction, between two windows; :meth:`set_buckets` must follow."""
-        self.await_end()
-        self.reduction = reduction
+        self.flags.await_window_end()
+        self.reduction = self._notice.reduction = reduction
         # Some communicators write into a bucket so that its version changes (Gloo does on GPUs), and torch's hooks may.
         # Versions then reveal nothing about late gradients, and gradients must be counted.
         self.changes_versions = not (reduction.carries_tail or reduction.scatters)
@@ -109,15 +88,13 @@ class Pipeline:
 
     def reset(self) -> None:
         """Return to the state in which nothing is in flight, and nothing was gathered."""
-        if self._unread_control is None:
-            # Whatever prevented the last window from ending.
-            self._end_reduction(succeeded=False)
+        # Whatever prevented the last window from ending.
+        self.conclude(succeeded=False)
+        self.flags.reset()
         self.section.reset()
         self._overlapping = self._batched = False
         self._failed_rank: int | None = None
         self._tails_handle: Handle | None = None
-        self.requests = Requests()
-        self.failed = []
         self._next = 0
         self._finished = 0
         self._pending: list[tuple[Bucket, Handle | None]] = []
@@ -158,7 +135,8 @@ class Pipeline:
         return not self.buckets or not self.reduction.carries_tail
 
     @property
-    def _control(self) -> torch.Tensor:
+    def control(self) -> torch.Tensor:
+        """The control flags: in the last bucket, or alone where there is none."""
         return self.buckets[-1].control if self.buckets else self._lone_control
 
     # -- stage 3: during backward --------------------------------------------------------------------------------
@@ -184,9 +162,9 @@ class Pipeline:
     def chunk_overdue(self, bucket: Bucket, chunk: Chunk) -> None:
         """Note that a chunk's last gradient in the learned order is ready, but not all are: check it again later."""
         self._overdue.append((bucket, chunk))
-        self._look_again()
+        self._recheck_overdue()
 
-    def _look_again(self) -> None:
+    def _recheck_overdue(self) -> None:
         for candidate in list(self._overdue):
             if candidate in self._overdue and candidate[1].check_all_ready():
                 self._overdue.remove(candidate)
@@ -215,7 +193,7 @@ class Pipeline:
             while self._overlapping and self._next < self._last and not self._missing[self._next]:
                 self._start(self.buckets[self._next])
         if self._overdue:
-            self._look_again()
+            self._recheck_overdue()
 
     def _start(self, bucket: Bucket) -> None:
         number = bucket.index
@@ -234,7 +212,8 @@ class Pipeline:
             if bucket.plan.control:
                 self._vote()
             if not bucket.absent or bucket.sends:
-                self._end_is_pending, self._correction = True, 1.0
+                # Not a method: one more call for every bucket.
+                self._notice.is_due, self._notice.correction = True, 1.0
                 handle = self.reduction.start(bucket, self.communicator, self.divisor)
                 if LOGGER.isEnabledFor(logging.DEBUG):
                     LOGGER.debug(
@@ -275,7 +254,7 @@ class Pipeline:
         if self._tails_apart:
             self._receive_tails()
         if correction is not None:
-            self._correction = correction
+            self._notice.correction = correction
         for bucket, handle in self._pending:
             # Windows in which gradients are counted anyway find out whether the communicator changes versions.
             self.changes_versions |= not self._batched and self._versions[bucket.index] != bucket.buffer._version
@@ -288,7 +267,7 @@ class Pipeline:
             self._finished = bucket.index + 1
             if self.observer is not None:
                 self.observer.bucket_finished(bucket)
-        self._read_control()
+        self.flags.received(self.control)
 
     def abandon(self) -> None:
         """Complete a synchronization whose backward failed here, so that no rank is left waiting.
@@ -353,120 +332,22 @@ class Pipeline:
     @torch.no_grad()
     def correct(self, correction: float | torch.Tensor) -> None:
         """Multiply the means by a factor that became known after they had arrived."""
-        self._correction = self._correction * correction
+        self._notice.correction = self._notice.correction * correction
         for bucket in self.buckets:
             bucket.payload.mul_(correction)
-
-    def require_alive(self) -> None:
-        """Raise the failure of the communicator, if there is one.
-
-        On an accelerator its kernels were aborted, and have left behind something that is not a mean, before the host
-        may have noticed.
-        """
-        failure = self.communicator.failure
-        if failure is not None:
-            raise copy_failure(failure)
-
-    # -- control flags -------------------------------------------------------------------------------------------
-
-    def _vote(self) -> None:
-        set_control_flags(self._control, self._failed_rank, self.requests)
-        self.skip_vote.mark(self._control)
-
-    def _read_control(self) -> None:
-        control = self._control
-        if reads_at_once(control.device):
-            self.failed, self.requests = self._evaluate(control.tolist(), late=False)
-        else:
-            self.require_alive()
-            self._unread_control, self._gate = HostCopy(control), None
-
-    def _evaluate(self, votes: Sequence[float], since: str = "", *, late: bool = True) -> tuple[list[int], Requests]:
-        """Read the control flags: the failed ranks and the requests of all.
-
-        Raises if a rank's backward has failed, unless that is tolerated; or, where the host reads them ``late``, if
-        something was requested that not all ranks know of.
-        """
-        failed, requests = failed_ranks(votes), Requests.read(votes)
-        try:
-            if not self.skip_vote.tolerates:
-                raise_if_failed(failed, since)
-            if late:
-                raise_if_unknown(requests, since)
-        except PeerFailedError:
-            self._end_reduction(succeeded=False)
-            raise
-        return failed, requests
 
     def conclude(self, *, succeeded: bool = True) -> None:
         """Note that nothing can happen to the means any more.
 
         On an accelerator it is not known yet whether they are valid.
         """
-        if self._unread_control is None:
-            self._end_reduction(succeeded=succeeded)
+        if not self.flags.has_unread:
+            self._notice.send(succeeded=succeeded)
 
     def await_end(self) -> None:
-        """Tell the reduction how the last window ended: its state is requested, or it is about to be replaced.
+        """Wait until the reduction knows how the last window ended: its state is requested."""
+        self.flags.await_window_end()
 
-        On an accelerator the host waits for that. What was read is still raised where it has to be.
-        """
-        if self._unread_control is not None and self._end_is_pending:
-            votes = self._unread_control.wait()
-            try:
-                self.require_alive()
-                self._evaluate(votes)
-            except PeerFailedError:
-                self._end_reduction(succeeded=False)
-            self._end_reduction(succeeded=True)
-
-    def _end_reduction(self, *, succeeded: bool) -> None:
-        if self._end_is_pending:
-            self._end_is_pending = False
-            self.reduction.window_ended(succeeded=succeeded, correction=self._correction)
-
-    def await_requests(self) -> None:
-        """Wait for what other ranks requested, on an accelerator, where a rank knows only its own requests.
-
-        If some of them do not wait, nothing can be done that requires all ranks.
-        """
-        if self._unread_control is not None:
-            control, self._unread_control = self._unread_control.wait(), None
-            self.require_alive()
-            self.failed, self.requests = self._evaluate(control)
-
-    def late_failure(self) -> PeerFailedError | None:
-        """The failure in the last window's control flags, if they were not read yet.
-
-        All ranks call this before the next ones are sent: a rank that raised at a time of its own would be a window
-        behind the others.
-        """
-        if self._unread_control is not None:
-            control, self._unread_control = self._unread_control.wait(), None
-            self.require_alive()
-            since = STEPPED if self._gate is None else NOT_STEPPED
-            try:
-                _, requests = self._evaluate(control, since)
-                self._end_reduction(succeeded=not requests.late)
-            except PeerFailedError as error:
-                return error
-        return None
-
-    def gate_step(self, *, gated: bool) -> torch.Tensor | None:
-        """Keep an optimizer from a step on what is not the mean, where the control flags may not have been read.
-
-        If the step can be ``gated``, returns a tensor on the device that is 1.0 if it must change nothing. Else the
-        host waits, and raises if needed.
-        """
-        control = self._control
-        if self._unread_control is None or self.communicator.world_size == 1:
-            return None
-        if control.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        if gated:
-            if self._gate is None:
-                self._gate = step_gate(control, getattr(self.communicator, "failure_flags", []))
-            return self._gate
-        self.await_requests()
-        self._end_reduction(succeeded=not self.requests.late)
-        return None
+    def _vote(self) -> None:
+        set_control_flags(self.control, self._failed_rank, self.flags.requests)
+        self.skip_vote.mark(self.control)

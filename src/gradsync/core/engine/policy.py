@@ -18,10 +18,10 @@ from gradsync.core.reduction import Mean, Reduction, reduction_by_name
 from gradsync.core.window.replica_check import ReplicaCheck
 from gradsync.core.window.skip_vote import ON_BAD_STEP, OnBadStep
 
-__all__ = ["BucketSize", "ParameterKeeper", "PolicySettings", "Schedule", "SyncPolicy", "SynchronizerOptions"]
+__all__ = ["BucketSize", "ParameterSwapper", "PolicySettings", "Schedule", "SyncPolicy", "SynchronizerOptions"]
 
 
-class ParameterKeeper(Protocol):
+class ParameterSwapper(Protocol):
     """Swaps parameter values for the duration of a forward and backward, and restores them."""
 
     def resume(self) -> None:
@@ -134,7 +134,7 @@ class SyncPolicy:
         """
         unknown = [name for name in settings if name not in PolicySettings.__annotations__]
         if unknown:
-            # The message of Python for a function with these arguments and no others.
+            # Python's own message for an unexpected keyword argument.
             known = [*PolicySettings.__annotations__, "policy", "bucket_cap_mb"]
             close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
             hint = f". Did you mean {close[0]!r}?" if close else ""
@@ -181,7 +181,7 @@ class SynchronizerOptions:
     communicator: Communicator
     caps: BucketCaps
     policy: SyncPolicy = field(default_factory=SyncPolicy)
-    keeper: ParameterKeeper | None = None
+    swapper: ParameterSwapper | None = None
     droppable: bool = False
     tuner: BucketTuner | None = None
     recorder: Observer | None = None

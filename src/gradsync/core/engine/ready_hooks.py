@@ -45,7 +45,7 @@ class ReadyHooks:
         self._listener: Callable[[], Any] = weakref.ref(listener)
         self._pipeline = pipeline
         self._idle = phases.idle
-        # Each with the dictionary in which torch keeps it. Asking a parameter for that one could mean waiting for it.
+        # Each hook with torch's dictionary that holds it: asking a parameter for the dictionary may wait for its value.
         self._registered: list[tuple[dict[int, Hook], Hook]] = []
         # One autograd thread per device: with several, access to shared data must be serialized.
         self._lock = threading.RLock() if len({p.device for p in parameters}) > 1 else None

@@ -90,7 +90,7 @@ class Switches:
     def __init__(self) -> None:
         self.enabled, self.forced, self.steps_locally = True, False, False
 
-    def let_synchronize(self, forward_synchronizes: bool) -> bool:
+    def lets_synchronize(self, forward_synchronizes: bool) -> bool:
         """Whether a backward synchronizes, given whether the forward it reached does."""
         return self.enabled and (forward_synchronizes or self.forced)
 

@@ -1,7 +1,16 @@
 """Guards optimizer steps: no step on unsynchronized gradients, and no rank is left out of a synchronization.
 
-One pre-hook and one post-hook for all of torch's optimizers notify every synchronizer that owns parameters of the
-optimizer, from the moment the synchronizer is made until it is detached or gone.
+One pre-hook and one post-hook for all of torch's optimizers notify every :class:`StepGuard` that owns parameters of the
+optimizer, from the moment it is registered until its engine is detached or gone.
+
+[Note: a rank without gradients] If the loss of one rank does not depend on the model, no hook fires there, while the
+other ranks wait for it. It takes part when it leaves the last micro-batch of ``accumulate()``, or when its optimizer is
+about to step.
+
+[Note: a step by closure] ``optimizer.step(closure)`` runs its backwards inside the step. Code that runs before the step
+cannot check their gradients: if one of these windows is skipped, its gradients are dropped at once. Micro-batches may
+have accumulated before, under ``no_sync()``; the closure's backward then ends their window. The checks that precede any
+other step are made after each call of the closure.
 
 [Note: the step gate] On an accelerator the host does not read the control flags before it queues the optimizer step, so
 it may not know yet whether the gradients are means. Whether the step may be taken is decided in one of two ways, and
@@ -25,13 +34,117 @@ The step must not be taken if
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["FoundInf", "forget_scaler", "guard_steps", "reads_found_inf", "unguard_steps"]
+from gradsync.base.errors import MisuseError, PeerFailedError
+from gradsync.core.engine.backward import BackwardEngine
+from gradsync.core.engine.backward_watch import NO_TASK, current_task
+from gradsync.core.engine.blocks import PendingWork
+from gradsync.core.window import WindowState, has_unattached_gradients
+
+__all__ = ["FoundInf", "StepGuard", "forget_scaler", "guard_steps", "reads_found_inf", "unguard_steps"]
+
+
+class StepGuard:
+    """Lets optimizers step only on means of one engine's gradients. ``index`` has its parameters by their ids."""
+
+    def __init__(self, engine: BackwardEngine, pending_work: PendingWork, index: Mapping[int, int]) -> None:
+        self.engine, self.window, self._pending_work, self._index = engine, engine.window, pending_work, index
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether the engine averages the parameter's gradient."""
+        index = self._index.get(id(parameter))
+        return index is not None and index not in self.engine.arrangement.taken
+
+    def before_step(self, *, by_closure: bool = False, gated: bool = False) -> torch.Tensor | None:
+        """Ensure that gradients are means, as an optimizer is about to use them. See [Note: a step by closure].
+
+        Returns what :meth:`.FlagReader.gate_step` does.
+        """
+        engine, window = self.engine, self.window
+        self._leave_backward()
+        gate, steps_locally = None, engine.switches.steps_locally
+        if not steps_locally:
+            engine.pipeline.flags.require_alive()
+            gate = None if by_closure else self._gate_step(gated=gated)
+        has_means = steps_locally or window.has_means
+        if not has_means and not by_closure:
+            self._synchronize_if_due()
+        engine.store.expect_step()
+        # Several optimizers each step: the skip vote that the first has found applies to the others, too.
+        is_another = window.state is WindowState.CLOSED and not by_closure and not steps_locally
+        window.step_was_skipped = window.is_rejected or (is_another and window.step_was_skipped)
+        self._end_window(by_closure=by_closure, has_means=has_means)
+        if engine.observer is not None:
+            engine.observer.step_began()
+        return gate
+
+    def after_closure(self) -> None:
+        """Ensure that the gradients that a step's closure has computed are means. See [Note: a step by closure]."""
+        if not self.window.has_means and not self.engine.switches.steps_locally:
+            self._synchronize_if_due()
+            # Before the closure there was nothing to close; the step that goes on now uses these means.
+            self.window.optimizer_stepped()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Notify observers that an optimizer has used the gradients."""
+        if self.engine.observer is not None:
+            self.engine.observer.step_ended(optimizer)
+
+    def _leave_backward(self) -> None:
+        """Finish what a backward, or the block of a micro-batch, has left unfinished; refuse to step inside one."""
+        engine = self.engine
+        self._pending_work.report_owed_failure()
+        if engine.phases.busy and current_task() != NO_TASK:
+            raise MisuseError(
+                "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
+            )
+        if engine.phases.busy:
+            engine.recover()
+        engine.require_whole()
+        self._pending_work.finish_window()
+
+    def _gate_step(self, *, gated: bool) -> torch.Tensor | None:
+        pipeline = self.engine.pipeline
+        try:
+            gate = pipeline.flags.gate_step(pipeline.control, gated=gated)
+        except PeerFailedError:
+            # As if it had been reported in backward.
+            self.engine.clear()
+            raise
+        if pipeline.flags.requests.late:
+            self.window.is_rejected = True
+        return gate
+
+    def _synchronize_if_due(self) -> None:
+        """Synchronize where the others wait for this rank; raise if gradients were accumulated on purpose."""
+        engine, window = self.engine, self.window
+        window.refuse_step(engine.parameters)
+        is_open = window.state is WindowState.OPEN or engine.skip_vote.votes_to_skip
+        if engine.switches.enabled and (
+            is_open or has_unattached_gradients(engine.buckets) or engine.arrangement.newly_trained_gradients()
+        ):
+            # [Note: a rank without gradients], or a backward that no hook reported.
+            if not is_open:
+                engine.exchange.counts_always = True
+            self._pending_work.synchronize()
+
+    def _end_window(self, *, by_closure: bool, has_means: bool) -> None:
+        """End the window before the step that uses it. One that a closure continues ends inside the step."""
+        window = self.window
+        window.is_stepped_by_closure = by_closure
+        if window.is_rejected:
+            self.engine.clear()
+        window.end_abstention()
+        if has_means or not by_closure or window.state is not WindowState.UNSYNCHRONIZED:
+            window.optimizer_stepped()
+
+
+# -- the step gate on an optimizer -------------------------------------------------------------------------------------
 
 
 def reads_found_inf(optimizer: Any) -> bool:
@@ -90,26 +203,28 @@ def forget_scaler(optimizer: Any) -> None:
         del optimizer.found_inf, optimizer.grad_scale
 
 
-# The synchronizers to notify, by identity. A dictionary, because copying its values is one step under the interpreter's
+# -- torch's hooks -----------------------------------------------------------------------------------------------------
+
+# The guards to notify, by identity. A dictionary, because copying its values is one step under the interpreter's
 # lock: ranks may be threads.
-_listeners: "dict[int, weakref.ref[Any]]" = {}
+_guards: "dict[int, weakref.ref[StepGuard]]" = {}
 _installed = False
 
 
-def guard_steps(listener: Any) -> None:
-    """Notify ``listener`` of steps. This does not keep it alive. Installs the pre-hook, once per process."""
+def guard_steps(guard: StepGuard) -> None:
+    """Notify ``guard`` of steps. This does not keep it alive. Installs torch's hooks, once per process."""
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         _installed = True
-    key = id(listener)
-    _listeners[key] = weakref.ref(listener, lambda _: _listeners.pop(key, None))
+    key = id(guard)
+    _guards[key] = weakref.ref(guard, lambda _: _guards.pop(key, None))
 
 
-def unguard_steps(listener: Any) -> None:
-    """Stop notifying ``listener`` of steps."""
-    _listeners.pop(id(listener), None)
+def unguard_steps(guard: StepGuard) -> None:
+    """Stop notifying ``guard`` of steps."""
+    _guards.pop(id(guard), None)
 
 
 # The running steps, by optimizer.
@@ -120,10 +235,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     # The first of ``args`` is the optimizer.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     _restore_found_inf(optimizer)
-    gated, gates, listeners = reads_found_inf(optimizer), [], list(_listeners_of(optimizer))
+    gated, gates, guards = reads_found_inf(optimizer), [], list(_guards_of(optimizer))
     try:
-        for listener in listeners:
-            gate = listener.before_step(by_closure=closure is not None, gated=gated)
+        for guard in guards:
+            gate = guard.before_step(by_closure=closure is not None, gated=gated)
             if gate is not None:
                 gates.append(gate)
     except BaseException:
@@ -131,19 +246,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         raise
     if gates:
         _gated[optimizer] = FoundInf(optimizer, gates)
-    if closure is None or not listeners:
+    if closure is None or not guards:
         return None
-    checked = _checked(closure, listeners)
+    checked = _checked(closure, guards)
     return (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked, *args[2:]), kwargs)
 
 
-def _checked(closure: Callable[[], Any], listeners: Sequence[Any]) -> Callable[[], Any]:
-    """Wrap the closure so that listeners check, after each call of it, what it has computed."""
+def _checked(closure: Callable[[], Any], guards: Sequence[StepGuard]) -> Callable[[], Any]:
+    """Wrap the closure so that guards check, after each call of it, what it has computed."""
 
     def call() -> Any:
         result = closure()
-        for listener in listeners:
-            listener.after_closure()
+        for guard in guards:
+            guard.after_closure()
         return result
 
     return call
@@ -151,8 +266,8 @@ def _checked(closure: Callable[[], Any], listeners: Sequence[Any]) -> Callable[[
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _restore_found_inf(optimizer)
-    for listener in _listeners_of(optimizer):
-        listener.after_step(optimizer)
+    for guard in _guards_of(optimizer):
+        guard.after_step(optimizer)
 
 
 def _restore_found_inf(optimizer: Optimizer) -> None:
@@ -162,10 +277,10 @@ def _restore_found_inf(optimizer: Optimizer) -> None:
         found.take_back(optimizer)
 
 
-def _listeners_of(optimizer: Optimizer) -> Iterator[Any]:
-    for reference in list(_listeners.values()):
-        listener = reference()
-        if listener is None:
+def _guards_of(optimizer: Optimizer) -> Iterator[StepGuard]:
+    for reference in list(_guards.values()):
+        guard = reference()
+        if guard is None:
             continue
-        if any(listener.owns(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-            yield listener
+        if any(guard.owns(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            yield guard

@@ -1,18 +1,23 @@
-"""The synchronizer: averages what has accumulated between backwards, and lets no optimizer step on anything else.
+"""The synchronizer: what wrappers hold of one engine. Forwards, local steps, saving, and whose parameters these are.
 
-[Note: a rank without gradients] If the loss of one rank does not depend on the model, no hook fires there, while the
-other ranks wait for it. It takes part when it leaves the last micro-batch of ``accumulate()``, or when its optimizer is
-about to step.
+Who owns what in an engine::
 
-[Note: a step by closure] ``optimizer.step(closure)`` runs its backwards inside the step. Code that runs before the step
-cannot check their gradients: if one of these windows is skipped, its gradients are dropped at once. Micro-batches may
-have accumulated before, under ``no_sync()``; the closure's backward then ends their window. The checks that precede any
-other step are made after each call of the closure.
+    Synchronizer              what wrappers hold
+    ├── StepGuard             optimizer steps: only on means                              step_guard.py
+    ├── PendingWork           blocks of accumulate(), abstaining, failing                 blocks.py
+    └── BackwardEngine        the life of a backward                                      backward.py
+        ├── Window            what has happened since the last step, and its weights      core/window/
+        ├── Arrangement       the buckets' layout, and where each parameter lies          core/bucket/arrangement.py
+        ├── Pipeline          starts and finishes the buckets, in order                   pipeline.py
+        │   └── FlagReader    control flags that have arrived                             flag_reader.py
+        ├── ReadyHooks        hooks on the parameters                                     ready_hooks.py
+        ├── GradientStore     the gradients' memory, and whoever uses it between backwards
+        └── GradientExchange  what all ranks do together in a window                      exchange.py
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +25,7 @@ from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradsync.base.errors import MisuseError, PeerFailedError
+from gradsync.base.errors import MisuseError
 from gradsync.core.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
 from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.backward_watch import NO_TASK, current_task, watch_outputs
@@ -29,9 +34,9 @@ from gradsync.core.engine.gradient_store import BucketClient
 from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.policy import SynchronizerOptions
 from gradsync.core.engine.state import Phase
-from gradsync.core.engine.step_guard import guard_steps, unguard_steps
+from gradsync.core.engine.step_guard import StepGuard, guard_steps, unguard_steps
 from gradsync.core.reduction import Reduction
-from gradsync.core.window import Reported, Window, WindowState, has_nonzero_gradients, has_unattached_gradients
+from gradsync.core.window import Window
 from gradsync.health.watch import PaceMeter, Position, tell_error
 
 __all__ = ["Synchronizer", "compiler_here", "synchronizer_of"]
@@ -46,8 +51,8 @@ def synchronizer_of(parameter: torch.Tensor) -> "Synchronizer | None":
     return None if reference is None else reference()
 
 
-# The compiler of the functions that are called from here, if any. It must be called in the very frame that asks, one
-# that is not compiled itself.
+# torch.compile's callback for functions called from the current frame, or None. Call it directly in that frame, which
+# must not be compiled itself.
 compiler_here: Any = get_eval_frame_callback
 
 
@@ -79,14 +84,17 @@ class Synchronizer:
         self.specs = list(specs)
         self.options = options
         self.communicator, self.tuner = options.communicator, options.tuner
-        self.switched = self.engine.switches.set
-        self.reduce_with = self.engine.store.reduce_with
-        self.use_up_gradients = self.engine.store.use_up
+        # Methods of its parts that wrappers and optimizers call.
+        store = self.engine.store
+        self.switched, self.announced = self.engine.switches.set, self.engine.announced
+        self.reduce_with, self.consume_gradients = store.reduce_with, store.consume
+        self.norms_of, self.require_gradients = store.norms_of, store.require_gradients
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.pending_work = PendingWork(self.engine)
         for parameter in self.parameters:
             _owners[parameter] = weakref.ref(self)
-        guard_steps(self)
+        self._step_guard = StepGuard(self.engine, self.pending_work, self._index)
+        guard_steps(self._step_guard)
 
     def __repr__(self) -> str:
         phase = self.engine.phase
@@ -166,7 +174,7 @@ class Synchronizer:
         """Note, between two windows, that the loss scale has changed: gradients are ``factor`` times as large."""
         if type(self.reduction).rescaled is not Reduction.rescaled:
             # What the reduction keeps of the last window belongs to the old scale.
-            self.engine.pipeline.await_end()
+            self.engine.pipeline.flags.await_window_end()
             self.reduction.rescaled(factor)
 
     @property
@@ -181,6 +189,20 @@ class Synchronizer:
     @bucket_client.setter
     def bucket_client(self, client: BucketClient | None) -> None:
         self.engine.store.client = client
+
+    @property
+    def has_sharing_client(self) -> bool:
+        """Whether an optimizer uses shares, so that all ranks must take part in every step."""
+        return self.engine.store.has_sharing_client
+
+    @property
+    def busy(self) -> bool:
+        """Whether a backward or a synchronization runs."""
+        return self.engine.phases.busy
+
+    def divide_by(self, count: int) -> None:
+        """Divide sums of gradients without weights by ``count`` from now on, instead of the number of ranks."""
+        self.engine.exchange.divisor = float(count)
 
     @property
     def steps_locally(self) -> bool:
@@ -203,7 +225,7 @@ class Synchronizer:
         """Prepare for a forward of ``module``, with gradients on or off; compiled if ``compiler`` is given."""
         if self._refusal is not None:
             raise MisuseError(self._refusal)
-        self.pending_work.finish()
+        self.pending_work.report_owed_failure()
         if self.engine.observer is not None and not torch.is_grad_enabled():
             self.engine.observer.evaluation_began()
         client = self.engine.store.client
@@ -215,10 +237,10 @@ class Synchronizer:
         engine = self.engine
         if self.specs[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise MisuseError(CAPTURED)
-        self.pending_work.finish()
+        self.pending_work.report_owed_failure()
         if engine.phases.busy and current_task() == NO_TASK:
             engine.recover()
-        engine.pipeline.require_alive()
+        engine.pipeline.flags.require_alive()
         self.thread = threading.get_ident()
         if engine.observer is not None:
             engine.observer.forward_began()
@@ -262,141 +284,14 @@ class Synchronizer:
         """Average what has accumulated, now. Collective: all ranks call it, or synchronize in their backward."""
         self.pending_work.synchronize()
 
-    def abstain(self, reason: str = "", miss_forward: Callable[[], bool] | None = None) -> None:
-        """Give up this rank's part of the window, and have all ranks agree on what happens to it.
-
-        Where this micro-batch would have synchronized, it takes part at once, as its backward would have. In a forward
-        of the others where this rank has run none, ``miss_forward`` takes part; it returns whether it had to.
-        """
-        engine = self.engine
-        has_run = self.window.awaits_backward
-        engine.require_attached("abstain")
-        # This is what it reports to the ranks that wait.
-        self.pending_work.fail_later(owed=False)
-        if engine.phases.busy:
-            engine.recover()
-        self.window.refuse_second_abstention()
-        any_forward = self.window.any_forward
-        has_reported = engine.phase is Phase.BROKEN and not any_forward and self.window.reported is Reported.FAILED
-        if self._is_over() and not any_forward:
-            raise MisuseError(
-                "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
-                "place of that backward; to give a mean up, zero the gradients of all ranks"
-            )
-        self.clear()
-        engine.require_whole()
-        if has_reported:
-            # Its backward has failed, and the others know.
-            self.window.is_rejected = engine.skip_vote.tolerates
-            engine.abstained()
-            return
-        has_run = self.window.any_in_block if self.in_block else has_run
-        if miss_forward is not None and not has_run and miss_forward():
-            self.window.miss_forward()
-        self.window.awaits_backward = False
-        engine.store.expect_backward()
-        engine.skip_vote.abstain(reason)
-        if self.enabled and (not self.in_block or self.pending_work.block_is_finished):
-            self.pending_work.take_part()
-
-    def _is_over(self) -> bool:
-        """Whether a backward of this rank has ended the window, and there is no sign that another has begun."""
-        if self.window.stays_rejected or self.pending_work.block_is_finished:
-            return True
-        # With shares, no rank can tell alone whether they are zero.
-        return self.window.has_means and (self.reduction.scatters or has_nonzero_gradients(self.parameters))
-
-    def shadow(self) -> None:
-        """Take part in the synchronization of ranks that still have data, contributing nothing."""
-        self.clear()
-        self.window.announce_all_absent(len(self.parameters))
-        self.synchronize()
-        # The means stay for now: a sharded optimizer may step on them here, too.
-        self.window.optimizer_stepped()
-
     def clear(self) -> None:
         """Drop all gradients, and the window's record of them."""
-        self.engine.arrangement.drop_gradients()
-        self.window.end_abstention()
-        self.window.discard()
+        self.engine.clear()
 
-    # -- steps ---------------------------------------------------------------------------------------------------
-
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this synchronizer averages the parameter's gradient."""
-        index = self._index.get(id(parameter))
-        return index is not None and index not in self.engine.arrangement.taken
-
-    def before_step(self, *, by_closure: bool = False, gated: bool = False) -> torch.Tensor | None:
-        """Ensure that gradients are means, as an optimizer is about to use them. See [Note: a step by closure].
-
-        Returns what :meth:`.Pipeline.gate_step` does.
-        """
-        engine = self.engine
-        self.pending_work.finish()
-        if engine.phases.busy and current_task() != NO_TASK:
-            raise MisuseError(
-                "an optimizer stepped inside backward, before the gradients were averaged. Step after backward()"
-            )
-        if engine.phases.busy:
-            engine.recover()
-        engine.require_whole()
-        self.pending_work.finish_last()
-        gate, with_others = None, not engine.switches.steps_locally
-        if with_others:
-            engine.pipeline.require_alive()
-            gate = self._gate_step(gated=gated) if not by_closure else None
-        unfinished = with_others and not self.window.has_means
-        if unfinished and not by_closure:
-            self._before_unsynchronized_step()
-        engine.store.expect_step()
-        # Several optimizers each step: the skip vote that the first has found applies to the others, too.
-        is_another = self.window.state is WindowState.CLOSED and not by_closure and with_others
-        self.window.step_was_skipped = self.window.is_rejected or (is_another and self.window.step_was_skipped)
-        self.window.is_stepped_by_closure = by_closure
-        if self.window.is_rejected:
-            self.clear()
-        self.window.end_abstention()
-        if not (unfinished and by_closure and self.window.state is WindowState.UNSYNCHRONIZED):
-            self.window.optimizer_stepped()
-        if engine.observer is not None:
-            engine.observer.step_began()
-        return gate
-
-    def after_closure(self) -> None:
-        """Ensure that the gradients that a step's closure has computed are means. See [Note: a step by closure]."""
-        if not self.window.has_means and not self.engine.switches.steps_locally:
-            self._before_unsynchronized_step()
-            # Before the closure there was nothing to close; the step that goes on now uses these means.
-            self.window.optimizer_stepped()
-
-    def _gate_step(self, *, gated: bool) -> torch.Tensor | None:
-        pipeline = self.engine.pipeline
-        try:
-            gate = pipeline.gate_step(gated=gated)
-        except PeerFailedError:
-            # As if it had been reported in backward.
-            self.clear()
-            raise
-        if pipeline.requests.late:
-            self.window.is_rejected = True
-        return gate
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notify observers that an optimizer has used the gradients."""
-        if self.engine.observer is not None:
-            self.engine.observer.step_ended(optimizer)
-
-    def _before_unsynchronized_step(self) -> None:
-        self.window.refuse_step(self.parameters)
-        is_open = self.window.state is WindowState.OPEN or self.engine.skip_vote.votes_to_skip
-        if self.enabled and (
-            is_open or has_unattached_gradients(self.buckets) or self.engine.arrangement.newly_trained_gradients()
-        ):
-            # [Note: a rank without gradients], or a backward that no hook reported.
-            if not is_open:
-                self.engine.exchange.counts_always = True
-            self.synchronize()
+    def raised_on_all(self) -> None:
+        """Give the window up: all ranks have raised for a common reason, and no rank waits for this one."""
+        self.window.failures += 1
+        self.clear()
 
     # -- saving; :mod:`gradsync.core.engine.blocks` saves what has accumulated -------------------------------------
 
@@ -419,9 +314,9 @@ class Synchronizer:
     def detach(self) -> None:
         """Remove all hooks. Gradients stay where they are; nothing is synchronized from now on."""
         if self.engine.store.client is not None:
-            self.engine.store.client.leave()
+            self.engine.store.client.flush()
         self.engine.detach()
-        unguard_steps(self)
+        unguard_steps(self._step_guard)
         for parameter in self.parameters:
             if synchronizer_of(parameter) is self:
                 del _owners[parameter]

@@ -103,7 +103,7 @@ class ByTrial(Reduction):
     def _decide(self, chosen: str, report: str, communicator: Communicator | None = None) -> None:
         self.chosen, self.report = chosen, report
         if communicator is not None and communicator.rank == 0:
-            # Nothing is wrong. But a user who left the choice to us wants to be told, without setting up logging.
+            # A warning, although nothing is wrong: the user sees what was chosen without configuring logging.
             LOGGER.warning("%s auto: %s", self._setting, report)
 
     def state_dict(self) -> dict[str, Any]:

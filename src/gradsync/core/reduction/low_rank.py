@@ -134,10 +134,10 @@ class _Product:
             left.copy_(torch.linalg.qr(left)[0])
             torch.mm(left.T, self._matrices[slot], out=right.T)
         if self._lost is not None:
-            self._lose(self._lost)
+            self._add_lost(self._lost)
         return self._communicator.all_reduce(self._second)
 
-    def _lose(self, lost: torch.Tensor) -> None:
+    def _add_lost(self, lost: torch.Tensor) -> None:
         missing = dict(enumerate(self._bucket.views_of(lost)))
         for left, (slot, right) in zip(self._lefts, self.rights.items(), strict=True):
             with _as_matrix(missing.pop(slot)) as matrix:

@@ -71,7 +71,7 @@ class ScatteredMean(Reduction):
         op: ReduceOp = "average" if collective_divides(bucket, communicator, divisor) else "sum"
         chosen = communicator if self._communicator is None else self._communicator
         payload = bucket.flat[: bucket.plan.payload]
-        own = slice(communicator.rank * bucket.plan.share, (communicator.rank + 1) * bucket.plan.share)
+        own = bucket.plan.share_of(communicator.rank)
         if self.dtype is None or self.dtype == payload.dtype:
             return chosen.reduce_scatter(payload[own], payload, op)
         cast = payload.to(self.dtype)

@@ -48,7 +48,7 @@ def measure_speed(
 ) -> dict[str, Speed]:
     """Time each of ``reductions`` on a bucket like the largest one. Collective; the slowest rank counts."""
     largest = max(buckets, key=lambda bucket: bucket.payload.numel())
-    bucket = _twin(largest, communicator)
+    bucket = _copy_of(largest, communicator)
     parts = sum(each.payload.numel() for each in buckets) / max(largest.payload.numel(), 1)
     readings = torch.tensor(
         [_time(make(), bucket, communicator, clock) for make in reductions.values()],
@@ -62,7 +62,7 @@ def measure_speed(
     }
 
 
-def _twin(bucket: Bucket, communicator: Communicator) -> Bucket:
+def _copy_of(bucket: Bucket, communicator: Communicator) -> Bucket:
     """A copy of a bucket, for experiments: the model's buckets hold gradients of the running window."""
     slots = tuple(dataclasses.replace(slot, parameter=number) for number, slot in enumerate(bucket.plan.slots))
     return Bucket(dataclasses.replace(bucket.plan, slots=slots), bucket.parameters, bucket.specs, communicator.allocate)
@@ -171,7 +171,7 @@ def known_link(communicator: Communicator) -> LinkCost | None:
 
 
 def _key(communicator: Communicator) -> Any:
-    # A new object for the same group each time; all others are kept alive by their users.
+    # There is a new communicator object for a process group each time. Other communicators are kept by their users.
     return communicator.group if isinstance(communicator, ProcessGroupCommunicator) else communicator
 
 

@@ -175,10 +175,10 @@ class _CodedSum:
         own = self._arrived.new_empty(self._row)
         self._coding.encode(total, own)
         if self._lost is not None:
-            self._lose(total, own)
+            self._add_lost(total, own)
         return self._communicator.all_gather(self._arrived.view(-1), own)
 
-    def _lose(self, total: torch.Tensor, own: torch.Tensor) -> None:
+    def _add_lost(self, total: torch.Tensor, own: torch.Tensor) -> None:
         """Count as lost by this rank what the second coding has lost of the share that this rank summed."""
         assert self._lost is not None
         self._coding.decode(own, total, add=-1.0)
@@ -199,7 +199,7 @@ def gaps_of(bucket: Bucket) -> list[slice]:
     return [slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
 
 
-class Cast(Compressing):
+class Cast(CodedReduction):
     """Sends gradients in ``dtype``.
 
     In a wider dtype they are summed in it, too. In a narrower one they are summed in float32, whatever the number of
@@ -211,7 +211,8 @@ class Cast(Compressing):
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ConfigurationError(f"Cast needs a floating-point dtype such as torch.bfloat16, got {dtype}")
         self.dtype = dtype
-        self._coding = Rounded(dtype)
+        self._scales = Rounded(dtype).scales
+        super().__init__(Rounded(dtype))
 
     def __repr__(self) -> str:
         return f"Cast({self.dtype})"
@@ -219,10 +220,10 @@ class Cast(Compressing):
     @property
     def carries_tail(self) -> bool:  # type: ignore[override]
         # A flag that shared its scale with large numbers would vanish.
-        return not self._coding.scales
+        return not self._scales
 
     def unit(self, ranks: int) -> int:
-        return self._coding.multiple * ranks if self._coding.scales else 1
+        return super().unit(ranks) if self._scales else 1
 
     def start(self, bucket: Bucket, communicator: Communicator, divisor: float) -> Handle:
         flat = bucket.flat if self.carries_tail else bucket.payload.data
@@ -239,16 +240,11 @@ class Cast(Compressing):
         def put_back() -> None:
             flat.copy_(values)
 
-        return sum_coded(self._coding, values, communicator, gaps=gaps).then(put_back)
+        return sum_coded(self.coding, values, communicator, gaps=gaps).then(put_back)
 
     def _adds_alike(self, communicator: Communicator) -> bool:
         """Whether numbers can be summed in place equally well: with two, the sum is rounded once either way."""
-        return communicator.world_size == 2 and not self._coding.scales
-
-    def send(
-        self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
-    ) -> Handle:
-        return sum_coded(self._coding, values, communicator, lost, gaps=gaps_of(bucket))
+        return communicator.world_size == 2 and not self._scales
 
 
 BLOCK = 256

@@ -54,7 +54,7 @@ class SharedGradient(torch.Tensor):
         gradients = list(_shared_in(args))
         if func in _ZEROING:
             return _zero(gradients, args[0])
-        if any(gradient.group.are_used_up for gradient in gradients):
+        if any(gradient.group.are_consumed for gradient in gradients):
             raise MisuseError(
                 f"{getattr(func, '__name__', func)} was called on a gradient after optimizer.step(), which has used "
                 "its memory for new parameters. Look at gradients and clip them before the step"
@@ -80,20 +80,19 @@ class SharedGradients:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         # Their memory holds something else by now.
-        self.are_used_up = False
+        self.are_consumed = False
         self._gradients: list[SharedGradient] = []
         self._norms: dict[float, dict[int, torch.Tensor]] = {}
 
     def take_in(self, bucket: Bucket) -> None:
         """Note that the bucket's gradients are the mean of a share only, from now on."""
-        rank, share, payload = self.communicator.rank, bucket.plan.share, bucket.flat[: bucket.plan.payload]
+        own, payload = bucket.plan.share_of(self.communicator.rank), bucket.flat[: bucket.plan.payload]
         for slot, view in zip(bucket.plan.slots, bucket.views, strict=True):
             view.__class__ = SharedGradient
             shared: Any = view
             shared.zeroed, shared.group = False, self
             if "part" not in shared.__dict__:
-                start = max(slot.offset, rank * share)
-                stop = min(slot.offset + slot.numel, (rank + 1) * share)
+                start, stop = max(slot.offset, own.start), min(slot.offset + slot.numel, own.stop)
                 shared.part = payload[start:stop] if start < stop else None
             self._gradients.append(shared)
 
@@ -157,7 +156,7 @@ def _shared_in(values: Iterable[Any]) -> Iterator[SharedGradient]:
 def _zero(gradients: Sequence[SharedGradient], result: Any) -> Any:
     for gradient in gradients:
         gradient.group.forget()
-        if gradient.group.are_used_up:
+        if gradient.group.are_consumed:
             # The memory is in other use: it is zeroed when it comes back.
             gradient.zeroed = True
         else:

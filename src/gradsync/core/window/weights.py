@@ -69,9 +69,8 @@ class Weights:
         self._communicator = communicator
         # Σ w over all ranks, as expected before it is known. See [Note: what is not known].
         self.expected: float | None = None
-        # Inside a micro-batch of accumulate(), where backwards count even if they are plain, each block once. It is
-        # deferred if its synchronization is in the middle of a window, of plain means, which are divided by the weights
-        # when the window ends.
+        # ``in_block``: inside a block of accumulate(), which counts once if its backwards have no weights.
+        # ``deferred``: the block synchronizes before the window ends; the end divides these plain means by the weights.
         self.in_block = self.deferred = self._block_counted = False
         # The same on all ranks; None before the first window. See [Note: who counts].
         self._last_window_counted: bool | None = None
@@ -225,7 +224,7 @@ class Weights:
 
     # -- agreement ---------------------------------------------------------------------------------------------
 
-    def start(self, *, uncounted: bool) -> None:
+    def start_sum(self, *, uncounted: bool) -> None:
         """Start sending this rank's sum before the first bucket starts, where all ranks do. See [Note: who counts].
 
         ``uncounted``: this rank has gradients in the window that no backward of it has counted.
@@ -273,7 +272,7 @@ class Weights:
                 "under no_sync()"
             )
 
-    def finish(self, plain: float) -> float | torch.Tensor | None:
+    def finish_sum(self, plain: float) -> float | torch.Tensor | None:
         """The factor that corrects means computed with the expected sum; None where it was right.
 
         ``plain`` is the correct divisor if it turns out that no rank counts.
@@ -296,7 +295,7 @@ class Weights:
             return None if self.divisor(plain) == plain else world_size / plain
         return None if self._total == expected else expected / self._total
 
-    def follow_up(self, divisor: float, *, uncounted: bool) -> float | None:
+    def sum_after_buckets(self, divisor: float, *, uncounted: bool) -> float | None:
         """Exchange the sums now: the buckets were sent as if no rank counted, but one did. Collective.
 
         Returns the factor that corrects the means, which were divided by ``divisor``.
@@ -309,13 +308,13 @@ class Weights:
     def _note_agreed(self) -> None:
         self.synchronized = self.synchronized or self.counting or self.in_block
 
-    def learn(self) -> None:
+    def expect_same_total(self) -> None:
         """Use the window's sum for the next one, where all ranks know it: the window succeeded on all of them."""
         if isinstance(self._total, float):
             self._last_window_counted = self._total > 0
             self.expected = self._total if self._total > 0 else self.expected
 
-    def undo(self) -> float | torch.Tensor | None:
+    def undo_mean(self) -> float | torch.Tensor | None:
         """The factor that converts this window's mean back into a share of the sum, so a backward may add to it."""
         self.synchronized = False
         if self._tally.unit is None:

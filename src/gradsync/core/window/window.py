@@ -135,7 +135,7 @@ class Window:
         self.weights = Weights(communicator)
         self._snapshot = GradientSnapshot()
         self._means = GradientSnapshot()
-        # Ranks have agreed that no step may use these gradients; and the last step has used none, because of that.
+        # Ranks have agreed that no step may use these gradients; and whether the last step was skipped for that reason.
         self.is_rejected = self.step_was_skipped = False
         # Whether backwards run inside the step of an optimizer.
         self.is_stepped_by_closure = False
@@ -147,14 +147,14 @@ class Window:
         self.reported: Reported | None = None
         # How often this rank has abstained. The backwards of forwards that ran before the last time are refused.
         self.abstentions = 0
-        # It has abstained, and what the window left behind shows whether it was zeroed since.
+        # Whether it has abstained from the last window, and the gradients then: zeroing them ends the window.
         self._abstained = False
         self._left = GradientSnapshot()
         # Whether a forward ran in this window, and in the running micro-batch of accumulate().
         self.any_forward = self.any_in_block = False
         # A forward has begun, whether or not it completed, and no backward has ended since.
         self.awaits_backward = False
-        # None once its backward has ended.
+        # Whether the backward of the last forward will synchronize; None once that backward has ended.
         self.last_synchronizes: bool | None = None
         self._absent_now: set[int] | None = None
         self._absent: set[int] | None = None
@@ -198,7 +198,7 @@ class Window:
         """Record that the gradients are means now."""
         self.state = WindowState.SYNCHRONIZED
         self._means.note(buckets, self._outside())
-        self.weights.learn()
+        self.weights.expect_same_total()
         if self.weights.counting:
             self._snapshot.note(buckets, self._outside())
             if not self.weights.in_block:
@@ -300,7 +300,7 @@ class Window:
     @torch.no_grad()
     def _add_to_mean(self, buckets: Sequence[Bucket], *, late: bool) -> None:
         """Undo the division by which gradients are means, for a further backward in the last micro-batch."""
-        factor = self.weights.undo()
+        factor = self.weights.undo_mean()
         if factor is not None and late:
             raise MisuseError(
                 "a second backward in the last micro-batch of a window began at a parameter, not at an output of the "
@@ -322,7 +322,7 @@ class Window:
 
     def begin_forward(self) -> None:
         """Record that a forward with gradients on is about to run."""
-        self.begin_another()
+        self.begin_next()
         self.any_forward = self.any_in_block = self.awaits_backward = True
         self._absent_now = set()
 
@@ -339,7 +339,7 @@ class Window:
             self.state = WindowState.OPEN
             self.is_rejected = False
 
-    def miss_forward(self) -> None:
+    def record_missed_forward(self) -> None:
         """Record that this rank has taken part in a forward of the others without running one of its own."""
         self.any_forward = self.any_in_block = True
 
@@ -375,7 +375,7 @@ class Window:
         self._abstained, self.reported = True, Reported.ABSTAINED
         self._left.note(buckets, self._outside())
 
-    def begin_another(self) -> None:
+    def begin_next(self) -> None:
         """Begin a window that the other ranks do not know of: everything from here on belongs to it."""
         self.reported = None
         self.end_abstention()

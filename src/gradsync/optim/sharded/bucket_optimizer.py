@@ -44,8 +44,8 @@ INITIAL_BUCKETS = 16
 
 
 class BucketOptimizer(torch.optim.Optimizer):
-    """An optimizer of ``groups`` of parameters of ``model`` that works in the buckets of its engine, or, where ``mode``
-    says plain, beside them."""
+    """An optimizer of ``groups`` of ``model``'s parameters that uses the engine's buckets between two backwards, unless
+    its ``mode`` is plain."""
 
     _is_ready = False
     _is_closed = False
@@ -58,24 +58,24 @@ class BucketOptimizer(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._check_parameters(self.param_groups)
         self._steps = 0
-        # The optimizers that this one replaces, and that other objects may still hold; and what guards them.
-        self._stands_for: list[torch.optim.Optimizer] = []
-        self._refusals: list[RemovableHandle] = []
+        # The optimizers that this one replaces, and the hooks that refuse further use of them.
+        self._originals: list[torch.optim.Optimizer] = []
+        self._guards: list[RemovableHandle] = []
         self._plain_caps: BucketCaps | None = None
         device = self._synchronizer.parameters[0].device
         self._scatter_communicator = scattering_over(self._synchronizer.communicator, device)
         self._gathers = Gathers(device)
-        self._move_in()
+        self._attach()
         await_before_forward(model.replica.module)
         self._is_ready = True
 
-    def _retire(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Guard the originals, whose state is here now: steps on them would be lost, and saving them save nothing."""
+    def _guard_originals(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Refuse to step or save the originals: their state is here now, so both would silently do nothing useful."""
         for optimizer in optimizers:
-            self._stands_for.append(optimizer)
-            self._refusals.append(optimizer.register_step_pre_hook(refuse_original))
-            self._refusals.append(optimizer.register_state_dict_pre_hook(refuse_original))
-            self._refusals.append(optimizer.register_load_state_dict_pre_hook(refuse_original))
+            self._originals.append(optimizer)
+            self._guards.append(optimizer.register_step_pre_hook(refuse_original))
+            self._guards.append(optimizer.register_state_dict_pre_hook(refuse_original))
+            self._guards.append(optimizer.register_load_state_dict_pre_hook(refuse_original))
 
     # -- what the subclasses do ------------------------------------------------------------------------------------
 
@@ -88,12 +88,12 @@ class BucketOptimizer(torch.optim.Optimizer):
         """Take over a further group that was added."""
 
     @abstractmethod
-    def move_out(self) -> None:
-        """Release the buckets, which are about to go: :class:`~gradsync.core.engine.gradient_store.BucketClient`."""
+    def release_buckets(self) -> None:
+        """See :class:`~gradsync.core.engine.gradient_store.BucketClient`."""
 
     @abstractmethod
-    def moved(self, buckets: Sequence[Bucket]) -> None:
-        """Buckets were rebuilt: :class:`~gradsync.core.engine.gradient_store.BucketClient`. Collective."""
+    def buckets_rebuilt(self, buckets: Sequence[Bucket]) -> None:
+        """See :class:`~gradsync.core.engine.gradient_store.BucketClient`. Collective."""
 
     # -- in the buckets of the engine ------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class BucketOptimizer(torch.optim.Optimizer):
                         f"{type(self).__name__} needs plain parameters, got one of type {type(parameter).__name__}"
                     )
 
-    def _move_in(self) -> None:
+    def _attach(self) -> None:
         synchronizer = self._synchronizer
         if synchronizer.bucket_client is not None:
             raise ConfigurationError(
@@ -124,7 +124,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         reduction = self._reduction(needs_shares=narrow)
         # A single rank has nothing to share: steps are plain, if that is precise enough.
         in_buckets = reduction is not None and (synchronizer.communicator.world_size > 1 or narrow)
-        self.lives_in_buckets = False
+        self.uses_buckets = False
         synchronizer.bucket_client = self
         if reduction is None or not in_buckets:
             return
@@ -135,7 +135,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         except BaseException:
             synchronizer.bucket_client = None
             raise
-        self.lives_in_buckets = True
+        self.uses_buckets = True
 
     def _reduction(self, *, needs_shares: bool) -> Reduction | None:
         """The reduction to use in this mode; None if it stays as it is."""
@@ -155,7 +155,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         return ChosenMode(self.whole, scattered, partial(type(self)._mode_changed, weakref.proxy(self)))
 
     def flush(self) -> None:
-        """Wait until all parameters have their new values."""
+        """Wait until all parameters have their new values: the buckets are free for gradients then."""
         self._gathers.finish()
 
     def before_forward(self, module: nn.Module, *, is_compiled: bool) -> None:
@@ -164,10 +164,6 @@ class BucketOptimizer(torch.optim.Optimizer):
             self.flush()
         else:
             await_before_regions(module)
-
-    def leave(self) -> None:
-        """The buckets are needed for gradients: :class:`~gradsync.core.engine.gradient_store.BucketClient`."""
-        self.flush()
 
     @property
     def whole(self) -> Reduction:
@@ -246,7 +242,7 @@ class BucketOptimizer(torch.optim.Optimizer):
         # Before the update, because an interrupt may not wait for its end.
         self._steps += 1
         self._update()
-        for optimizer in self._stands_for:
+        for optimizer in self._originals:
             # Schedulers look for this.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -324,7 +320,7 @@ class BucketOptimizer(torch.optim.Optimizer):
             )
         self._is_closed = True
         self._synchronizer.bucket_client = None
-        if self.lives_in_buckets:
+        if self.uses_buckets:
             if self._synchronizer.tuner is not None:
                 self._synchronizer.tuner.fewest = 1
             self._synchronizer.reduce_with(self._reduction_before)

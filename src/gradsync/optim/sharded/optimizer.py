@@ -79,15 +79,15 @@ class ShardedOptimizer(BucketOptimizer):
         for group, original in zip(self.param_groups, optimizer.param_groups, strict=True):
             original.update(group)
         self.param_groups = optimizer.param_groups
-        self._retire([optimizer])
+        self._guard_originals([optimizer])
 
     # -- in the buckets of the engine ------------------------------------------------------------------------------
 
-    def move_out(self) -> None:
+    def release_buckets(self) -> None:
         if self._segments is not None:
-            self._segments.let_go()
+            self._segments.release_buckets()
 
-    def moved(self, buckets: Sequence[Bucket]) -> None:
+    def buckets_rebuilt(self, buckets: Sequence[Bucket]) -> None:
         """Move the state with its parameters, after buckets were rebuilt. Collective."""
         if not self._scatters:
             buckets = []
@@ -153,7 +153,7 @@ class ShardedOptimizer(BucketOptimizer):
             with self._aborting_on_error():
                 self._step_outside(options)
             return
-        self._synchronizer.use_up_gradients()
+        self._synchronizer.consume_gradients()
         by_need = segments.shares[::-1]
 
         def make(gathers: Sequence[Gather]) -> None:
@@ -208,7 +208,7 @@ class ShardedOptimizer(BucketOptimizer):
     def _take_group(self, group: dict[str, Any]) -> None:
         self._outside.add_param_group({**group, "params": list(group["params"])})
         if self._segments is not None:
-            self.moved(self._synchronizer.buckets)
+            self.buckets_rebuilt(self._synchronizer.buckets)
 
     def consolidate(self, to: int | None = None) -> None:
         """Bring the whole state together, for :meth:`state_dict`: on rank ``to``, or on all. Collective."""

@@ -141,7 +141,6 @@ class OverlappedOptimizer(BucketOptimizer):
             _require_parameter_wise(each)
         if not optimizers:
             raise ConfigurationError("OverlappedOptimizer needs at least one optimizer of the model, got none")
-        self._originals = optimizers
         groups = [{**group} for optimizer in optimizers for group in optimizer.param_groups]
         self._shadows = {id(p): ShadowParameter(p) for p in indexed(groups)}
         self._inner = [_on_shadows(optimizer, self._shadows) for optimizer in optimizers]
@@ -152,14 +151,14 @@ class OverlappedOptimizer(BucketOptimizer):
         # Schedulers look at this.
         self.defaults = {key: value for optimizer in optimizers for key, value in optimizer.defaults.items()}
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._retire(optimizers)
+        self._guard_originals(optimizers)
 
     # -- in the buckets of the engine ------------------------------------------------------------------------------
 
-    def move_out(self) -> None:
+    def release_buckets(self) -> None:
         self._inside = []
 
-    def moved(self, buckets: Sequence[Bucket]) -> None:
+    def buckets_rebuilt(self, buckets: Sequence[Bucket]) -> None:
         self._inside = list(buckets) if self._scatters else []
 
     # -- the step --------------------------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ class OverlappedOptimizer(BucketOptimizer):
                 gather.started(partial(self._arrive, bucket, self._gather(bucket), update))
 
         if by_need:
-            self._synchronizer.use_up_gradients()
+            self._synchronizer.consume_gradients()
             self._gathers.change([*(bucket.parameters for bucket in by_need), outside], make)
         else:
             make(())
@@ -214,10 +213,8 @@ class OverlappedOptimizer(BucketOptimizer):
         return found
 
     def _gather(self, bucket: Bucket) -> Handle:
-        communicator, plan = self._synchronizer.communicator, bucket.plan
-        payload = bucket.flat[: plan.payload]
-        own = payload[communicator.rank * plan.share : (communicator.rank + 1) * plan.share]
-        return self._start_gather(bucket, payload, own)
+        payload = bucket.flat[: bucket.plan.payload]
+        return self._start_gather(bucket, payload, payload[bucket.plan.share_of(self._synchronizer.communicator.rank)])
 
     def _arrive(self, bucket: Bucket, handle: Handle, update: Callable[[], None]) -> None:
         self._await_gather(bucket, handle)
@@ -246,7 +243,7 @@ class OverlappedOptimizer(BucketOptimizer):
         """Give the buckets back, and the state to the optimizers that it came from. Call it on all ranks."""
         super().close()
         # An interrupt may have come between the two: then they do not have their state yet.
-        if not self._refusals:
+        if not self._guards:
             return
         mine = {id(shadow.itself): shadow.parameter for shadow in self._shadows.values()}
         for original, inner in zip(self._originals, self._inner, strict=True):
@@ -254,9 +251,9 @@ class OverlappedOptimizer(BucketOptimizer):
             original.state.update(
                 {mine[id(shadow)]: state for shadow, state in inner.state.items() if id(shadow) in mine}
             )
-        for handle in self._refusals:
+        for handle in self._guards:
             handle.remove()
-        self._refusals = []
+        self._guards = []
 
     def _take_group(self, group: dict[str, Any]) -> None:
         self._shadows.update({id(p): ShadowParameter(p) for p in group["params"]})

@@ -31,8 +31,8 @@ class ShareSegment:
         self.flat = nn.Parameter(share.flat[self._place])
         self.gradient = share.gradient[self._place]
 
-    def lie_in(self, flat: torch.Tensor) -> None:
-        """Make the segment a part of ``flat``, which is a share, from now on."""
+    def point_to(self, flat: torch.Tensor) -> None:
+        """Use the segment's place in ``flat``, the memory of the share, from now on."""
         self.flat.data = flat[self._place]
 
     @property
@@ -66,7 +66,7 @@ class Segments:
         self._make_optimizer = make_optimizer
         # Parameters whose current values are in the shares.
         self._loaded: set[int] = set()
-        # What parameters were moved out of in the last step.
+        # The memory that parameters left in the last step.
         self._left: list[torch.Tensor] = []
         self.cut(states)
 
@@ -150,21 +150,21 @@ class Segments:
         for share in shares:
             share.detach()
         # Not in memory that parameters are about to leave.
-        self._follow(shares)
+        self._repoint(shares)
         can_move = movable(parameters)
         # Another thread may have begun to read one before this step: the memory that it reads stays until the next.
         self._left = [parameter.detach() for parameter in parameters if id(parameter) in can_move]
         for share in shares:
             share.place(can_move, through_bucket=self._through_bucket)
-        self._follow(shares)
+        self._repoint(shares)
         # Some may have left the buckets, and would keep all the memory that they once shared alive.
         inside = {id(parameter) for share in self.shares for parameter in share.bucket.parameters}
         separate(each for each in parameters if id(each) in can_move and id(each) not in inside)
 
-    def _follow(self, shares: Sequence[Share]) -> None:
+    def _repoint(self, shares: Sequence[Share]) -> None:
         for segment in self._segments:
             if segment.share in shares:
-                segment.lie_in(segment.share.flat)
+                segment.point_to(segment.share.flat)
 
     def prepare(self) -> list[ShareSegment]:
         """The segments that a step must :meth:`update`."""
@@ -198,10 +198,10 @@ class Segments:
             torch._foreach_copy_(list(held), list(current))
         self._loaded.update(part.index for share in self.shares for part in share.parts)
 
-    def let_go(self) -> None:
+    def release_buckets(self) -> None:
         """Release everything in the buckets, which go. States stay until they are transferred to new segments."""
         for share in self.shares:
-            share.let_go()
+            share.release_bucket()
         for segment in self._segments:
             segment.gradient = segment.share.gradient
 

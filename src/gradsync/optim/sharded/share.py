@@ -1,16 +1,19 @@
 """This rank's share of one bucket: which parameters it has, and the memory where they are updated and gathered.
 
-==========  ============================  ===================================================
-parameters  the optimizer updates          before and after
-==========  ============================  ===================================================
-attached    this rank's share of them      nothing is copied
-narrow      a wide copy of the share       the copy is compared with them before, and rounded after
-detached    a copy of the share            they are copied into it before, and out of the bucket after
-==========  ============================  ===================================================
+A share is in one of two kinds of memory; ``narrow`` parameters have a narrower dtype than their gradients:
+
+==================  =========================  =======================  ==============================================
+memory              the optimizer updates      others are gathered      copies in each step
+==================  =========================  =======================  ==============================================
+Attached            this rank's parameters     into the parameters      none
+Attached, narrow    a wide copy of the share   into the parameters      compared with the wide copy before, rounded
+                                                                        after
+Detached            a copy of the share        into the bucket          into the copy before, out of the bucket after
+==================  =========================  =======================  ==============================================
 
 Attached parameters are views of flat memory with the layout of the bucket. Parameters are detached if they cannot be
-moved there, if their bucket has several dtypes, or if they are on an accelerator. Other ranks' shares of attached
-parameters are gathered into place; over shared memory through the bucket, which is such memory. ::
+moved there, if their bucket has several dtypes, or if they are on an accelerator. Over shared memory other ranks'
+parameters always come through the bucket, which is such memory. ::
 
     bucket            │ gradient of a │pad│ gradient of b │ gradient of c │pad│
     flat parameters   │ a             │pad│ b             │ c             │pad│
@@ -55,26 +58,90 @@ class Part:
     is_narrow: bool
 
 
+# -- where a share lies ------------------------------------------------------------------------------------------------
+
+
+class Detached:
+    """Parameters stay where they are, and the optimizer updates a copy of the share.
+
+    New parameters of all ranks are gathered into ``gathered``, which is the memory of ``bucket``.
+    """
+
+    is_in_place = False
+
+    def __init__(self, bucket: Bucket, own: slice, gathered: torch.Tensor) -> None:
+        self._parameters = bucket.parameters
+        self.gathered, self.sent = gathered, gathered[own]
+        self._views = bucket.views_of(gathered)
+
+    def receive(self) -> None:
+        """Copy the new parameters of all ranks, which have arrived, to where they belong."""
+        torch._foreach_copy_(list(self._parameters), list(self._views))
+
+
+class Attached:
+    """All parameters of ``bucket`` lie, from now on, in flat memory of ``dtype``.
+
+    ``is_in_place``: the optimizer updates this rank's share there; otherwise it has a wide copy. New parameters of the
+    other ranks are gathered there too, or in the ``detour``, if one is given.
+    """
+
+    def __init__(
+        self, bucket: Bucket, own: slice, dtype: torch.dtype, *, is_in_place: bool, detour: torch.Tensor | None
+    ) -> None:
+        self.is_in_place = is_in_place
+        self._parameters, self._own = bucket.parameters, own
+        self._memory = torch.zeros(bucket.plan.payload, dtype=dtype, device=bucket.plan.device)
+        views = bucket.views_of(self._memory)
+        torch._foreach_copy_(views, [parameter.detach() for parameter in self._parameters])
+        for parameter, view in zip(self._parameters, views, strict=True):
+            parameter.data = view
+        self._places = [_place(parameter) for parameter in self._parameters]
+        self.gathered = self._memory if detour is None else detour
+        self.sent = (self._memory if is_in_place else self.gathered)[own]
+
+    def holds_all(self) -> bool:
+        """Whether no parameter has been given different memory since."""
+        return [_place(parameter) for parameter in self._parameters] == self._places
+
+    def receive(self) -> None:
+        """Copy the new parameters, if they came by the detour."""
+        if self.gathered is not self._memory:
+            for others in (slice(self._own.start), slice(self._own.stop, None)):
+                self._memory[others].copy_(self.gathered[others])
+            if not self.is_in_place:
+                self._memory[self._own].copy_(self.sent)
+        # Autograd must see that parameters have changed, like those that an optimizer updates in place.
+        increment_version(self._parameters)
+
+
+def _place(parameter: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
+    return parameter.data_ptr(), parameter.stride(), parameter.dtype
+
+
+# -- the share ---------------------------------------------------------------------------------------------------------
+
+
 class Share:
     """This rank's part of the parameters of ``bucket``. The optimizer updates ``flat``, with ``gradient``."""
 
     def __init__(self, bucket: Bucket, rank: int) -> None:
         plan = bucket.plan
-        first = rank * plan.share
-        self._own = slice(first, first + plan.share)
+        self._own = plan.share_of(rank)
         self.plan, self.bucket = plan, bucket
         self.gradient = bucket.flat[self._own]
-        self.parts = list(_parts(bucket, first, first + plan.share))
+        self.parts = list(_parts(bucket, self._own))
         # New parameters are sent in their own dtype, where they have one in common.
         dtypes = {_wire_dtype(parameter.dtype) for parameter in bucket.parameters}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else None
         self._is_wider = self._dtype != plan.dtype
         self._may_attach = self._dtype is not None and plan.device.type == "cpu"
-        self._attached: FlatParameters | None = None
         # Only a wide copy must be kept between steps; the others get their memory when they need it.
-        self._copy = torch.zeros(plan.share, dtype=plan.dtype, device=plan.device) if self._is_wider else None
-        self.flat = self._absent if self._copy is None else self._copy
-        self._gather_into(self._bucket_memory)
+        self._copy = self._zeros() if self._is_wider else None
+        payload = bucket.flat[: plan.payload]
+        self._through_bucket = payload if self._dtype is None else payload.view(self._dtype)[: plan.payload]
+        self._detached = Detached(bucket, self._own, self._through_bucket)
+        self._use(self._detached)
         self._pointers: list[tuple[int, tuple[int, ...]]] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._are_views = False
@@ -82,39 +149,36 @@ class Share:
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _absent(self) -> torch.Tensor:
-        """Placeholder for a flat tensor that has no memory."""
-        return torch.zeros(1, dtype=self.plan.dtype, device=self.plan.device).expand(self.plan.share)
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(self.plan.share, dtype=self.plan.dtype, device=self.plan.device)
 
-    @property
-    def _bucket_memory(self) -> torch.Tensor:
-        payload = self.bucket.flat[: self.plan.payload]
-        return payload if self._dtype is None else payload.view(self._dtype)[: self.plan.payload]
-
-    def _gather_into(self, memory: torch.Tensor, views: list[torch.Tensor] | None = None) -> None:
-        self.gathered, self.sent = memory, memory[self._own]
-        self.gathered_views = self.bucket.views_of(memory) if views is None else views
+    def _use(self, memory: Detached | Attached) -> None:
+        self._memory, self.gathered, self.sent = memory, memory.gathered, memory.sent
+        if memory.is_in_place:
+            self.flat = self.sent
+        elif self._copy is not None:
+            self.flat = self._copy
+        else:
+            # A placeholder, without memory.
+            self.flat = torch.zeros(1, dtype=self.plan.dtype, device=self.plan.device).expand(self.plan.share)
 
     @property
     def is_in_place(self) -> bool:
         """Whether the optimizer updates parameters in place."""
-        return self._attached is not None and not self._is_wider
+        return self._memory.is_in_place
 
     @property
     def needs_place(self) -> bool:
         """Whether it must be :meth:`placed <place>` before the next step."""
-        if self._attached is not None:
-            return not self._attached.hold_all()
+        if isinstance(self._memory, Attached):
+            return not self._memory.holds_all()
         return self._may_attach or self.flat.stride() == (0,)
 
     def detach(self) -> None:
         """Release the memory of the parameters."""
         self._pointers, self._pairs = [], []
-        if self._attached is not None:
-            self._attached = None
-            self.flat = self._absent if self._copy is None else self._copy
-            self._gather_into(self._bucket_memory)
+        if self._memory is not self._detached:
+            self._use(self._detached)
 
     def place(self, movable: Collection[int], *, through_bucket: bool) -> None:
         """Attach the parameters, if all of them are ``movable``, by their ids; else make a copy of this share.
@@ -124,16 +188,15 @@ class Share:
         parameters, specs, dtype = self.bucket.parameters, self.bucket.specs, self._dtype
         can_move = all(id(p) in movable and self._fits(p, spec) for p, spec in zip(parameters, specs, strict=True))
         if self._may_attach and dtype is not None and can_move:
-            self._attached = FlatParameters(self.bucket, dtype)
-            if not through_bucket:
-                self._gather_into(self._attached.memory, self._attached.views)
+            detour = self._through_bucket if through_bucket else None
+            attached = Attached(self.bucket, self._own, dtype, is_in_place=not self._is_wider, detour=detour)
             if not self._is_wider:
                 self._copy = None
-                self.flat = self.sent = self._attached.memory[self._own]
+            self._use(attached)
             return
         if self._copy is None:
-            self._copy = torch.zeros(self.plan.share, dtype=self.plan.dtype, device=self.plan.device)
-        self.flat = self._copy
+            self._copy = self._zeros()
+        self._use(self._detached)
 
     def _fits(self, parameter: nn.Parameter, spec: ParameterSpec) -> bool:
         """Whether it still matches what buckets were planned for, so that it looks the same after a move."""
@@ -143,9 +206,9 @@ class Share:
             and (tuple(parameter.shape), parameter.stride()) == (spec.shape, spec.stride)
         )
 
-    def let_go(self) -> None:
+    def release_bucket(self) -> None:
         """Release the bucket, but keep this rank's part of its parameters. May be repeated before the next bucket."""
-        for name in ("bucket", "gathered_views", "_attached"):
+        for name in ("bucket", "_memory", "_detached", "_through_bucket"):
             vars(self).pop(name, None)
         self.gradient = self.gathered = self.sent = self.flat[:0]
 
@@ -176,17 +239,7 @@ class Share:
 
     def receive(self) -> None:
         """Take the new parameters of all ranks, which have arrived."""
-        if self._attached is None:
-            torch._foreach_copy_(list(self.bucket.parameters), list(self.gathered_views))
-            return
-        memory = self._attached.memory
-        if self.gathered is not memory:
-            for others in (slice(self._own.start), slice(self._own.stop, None)):
-                memory[others].copy_(self.gathered[others])
-            if self._is_wider:
-                memory[self._own].copy_(self.sent)
-        # Autograd must see that parameters have changed, like those that an optimizer updates in place.
-        increment_version(self.bucket.parameters)
+        self._memory.receive()
 
     def take_replaced(self) -> None:
         """Use gradients that the user has put in the place of means, the same on all ranks, in this step."""
@@ -201,15 +254,15 @@ class Share:
         return self.flat[part.start : part.stop], values[part.inside]
 
 
-def _parts(bucket: Bucket, first: int, end: int) -> Iterator[Part]:
+def _parts(bucket: Bucket, own: slice) -> Iterator[Part]:
     for slot, parameter in zip(bucket.plan.slots, bucket.parameters, strict=True):
-        start, stop = max(slot.offset, first), min(slot.offset + slot.numel, end)
+        start, stop = max(slot.offset, own.start), min(slot.offset + slot.numel, own.stop)
         if start < stop:
             yield Part(
                 index=slot.parameter,
                 parameter=parameter,
-                start=start - first,
-                stop=stop - first,
+                start=start - own.start,
+                stop=stop - own.start,
                 inside=slice(start - slot.offset, stop - slot.offset),
                 is_narrow=is_narrow(parameter, bucket),
             )
@@ -248,31 +301,10 @@ def _flat(parameter: torch.Tensor, slot: Slot, spec: ParameterSpec) -> torch.Ten
     return values.as_strided((slot.numel,), (1,))
 
 
-# -- flat memory -------------------------------------------------------------------------------------------------------
+# -- which parameters may be moved -------------------------------------------------------------------------------------
 
 # A step that will move them may have been announced.
 _PLAIN = nn.Parameter, AwaitedParameter
-
-
-class FlatParameters:
-    """Holds all parameters of ``bucket``, from now on, in memory of ``dtype``."""
-
-    def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
-        self.memory = torch.zeros(bucket.plan.payload, dtype=dtype, device=bucket.plan.device)
-        self.views = bucket.views_of(self.memory)
-        self._parameters = bucket.parameters
-        torch._foreach_copy_(self.views, [parameter.detach() for parameter in self._parameters])
-        for parameter, view in zip(self._parameters, self.views, strict=True):
-            parameter.data = view
-        self._places = [_place(parameter) for parameter in self._parameters]
-
-    def hold_all(self) -> bool:
-        """Whether no parameter has been given different memory since."""
-        return [_place(parameter) for parameter in self._parameters] == self._places
-
-
-def _place(parameter: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
-    return parameter.data_ptr(), parameter.stride(), parameter.dtype
 
 
 def separate(parameters: Iterable[nn.Parameter]) -> None:
