@@ -1,11 +1,14 @@
 """``gradsync train``: a language model, data-parallel, with one command."""
 
+import inspect
 import os
 import sys
 import time
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from types import NoneType
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 import typer
@@ -24,132 +27,107 @@ from gradsync.tools.cli.launching import (
     run_ranks_of,
     times_restarted,
 )
-from gradsync.tools.llm.settings import TrainSettings
+from gradsync.tools.llm.settings import HEADINGS, RANKS, TrainOption, TrainSettings, option_of
 
 __all__ = ["train"]
 
 # A rank that has nothing to add to an error lets rank 0 end first: its exit code is the one that tells.
 SECONDS_FOR_RANK_0 = 3
 
-# Options under the headings of the help.
-HEADINGS = ("Model and data", "Batch and length", "Learning", "Ranks and wire", "Run folder")
-MODEL, BATCH, LEARNING, WIRE, RUN = (partial(typer.Option, rich_help_panel=heading) for heading in HEADINGS)
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSettings:
+    """The ranks to start. A rank has no use for these."""
+
+    nproc: int | None = RANKS(None, "Ranks to start here: one per GPU, else one per core up to 4.")
+    max_restarts: int = RANKS(0, "How often all ranks are restarted after a failure, from the newest checkpoint.")
+    cpu: bool = RANKS(False, "Leave GPUs alone.")
+    one_gpu: bool = RANKS(False, ONE_GPU_HELP)
+    mps: bool = RANKS(False, MPS_HELP)
+    elastic_ranks: int | None = RANKS(None, "Elastic ranks of all nodes at the start; by default those of this one.")
 
 
-def train(
-    model: Annotated[str, MODEL(help="nano, tiny, mini, gpt2; or hf:NAME; or a folder.")] = "tiny",
-    data: Annotated[str, MODEL(help="stdlib, a text file, a folder, or hf:NAME.")] = "stdlib",
-    tokenizer: Annotated[str | None, MODEL(help="A Hugging Face tokenizer; bytes without it.")] = None,
-    micro_batch: Annotated[int, BATCH("--batch", help="Sequences in a micro-batch of one rank.")] = 8,
-    grad_accum: Annotated[int, BATCH(help="Micro-batches a step and rank.")] = 4,
-    sequence_length: Annotated[int, BATCH("--length", help="Tokens in a sequence.")] = 128,
-    steps: Annotated[int | None, BATCH(help="Optimizer steps; 130 unless --epochs is given.")] = None,
-    epochs: Annotated[float | None, BATCH(help="Passes over the data, instead of --steps.")] = None,
-    learning_rate: Annotated[float, LEARNING("--lr", help="At its highest, after the warm-up.")] = 1e-3,
-    warmup: Annotated[int, LEARNING(help="Steps until then; a cosine follows.")] = 20,
-    weight_decay: Annotated[float, LEARNING(help="AdamW's.")] = 0.1,
-    clip: Annotated[float, LEARNING(help="Largest norm of the gradient.")] = 1.0,
-    precision: Annotated[str, LEARNING(help="fp32, bf16, fp16 or fp64.")] = "fp32",
-    seed: Annotated[int, LEARNING(help="Of weights, order and dropout.")] = 0,
-    nproc: Annotated[int | None, WIRE(help="Ranks to start here: one a GPU, else one a core up to 4.")] = None,
-    max_restarts: Annotated[
-        int, WIRE(help="Start all ranks again, from the newest checkpoint, after so many failures.")
-    ] = 0,
-    elastic: Annotated[
-        bool, WIRE("--elastic", help="Go on without ranks that are lost, and with others that come (needs torchft).")
-    ] = False,
-    min_ranks: Annotated[int, WIRE(help="Fewer elastic ranks wait for others.")] = 1,
-    elastic_ranks: Annotated[
-        int | None, WIRE(help="Elastic ranks of all nodes at the beginning; those of this one without it.")
-    ] = None,
-    cpu: Annotated[bool, WIRE("--cpu", help="Leave GPUs alone.")] = False,
-    one_gpu: Annotated[bool, WIRE("--one-gpu", help=ONE_GPU_HELP)] = False,
-    mps: Annotated[bool, WIRE("--mps", help=MPS_HELP)] = False,
-    bucket_mb: Annotated[float | None, WIRE(help="Bucket size in MiB; measured without it.")] = None,
-    reduction: Annotated[
-        str, WIRE(help="What is sent: mean, bf16, fp16, int8, int4, sign, low-rank:4, top-k:0.01, auto, local:16.")
-    ] = "mean",
-    shard_optimizer: Annotated[
-        bool, WIRE("--shard-optimizer", help="Every rank updates its share; gathered behind the next forward.")
-    ] = False,
-    overlap: Annotated[
-        str | None, WIRE(help="Hide the wire behind: backward, next-forward, or auto, the faster of both.")
-    ] = None,
-    on_bad_step: Annotated[
-        str | None,
-        WIRE(help="Where gradients of a rank are not finite: raise, skip or drop-rank."),
-    ] = None,
-    replica_check: Annotated[
-        int | None, WIRE(help="Steps after which ranks compare their parameters; one that differs is named.")
-    ] = None,
-    run_folder: Annotated[Path | None, RUN(help="Metrics, checkpoints, report; runs/TIME without it.")] = None,
-    resume: Annotated[bool, RUN("--resume", help="Go on from the newest checkpoint in --run-folder.")] = False,
-    checkpoint_every: Annotated[int, RUN(help="Steps between checkpoints.")] = 100,
-    keep: Annotated[int, RUN(help="Checkpoints to keep.")] = 2,
-    validate_every: Annotated[int, RUN(help="Steps between validations.")] = 50,
-    tensorboard: Annotated[bool, RUN("--tensorboard", help="Write TensorBoard events too.")] = False,
-) -> None:
+def train(**given: Any) -> None:
     """Train a language model on several ranks, with gradient accumulation.
 
     Without options: a small GPT on the source of Python's standard library, on all cores of this machine. Under
     torchrun, mpirun or srun it joins the ranks that they have started.
     """
-    chosen = dict(locals())
-    ranks, on_cpu, restarts = chosen.pop("nproc"), chosen.pop("cpu"), chosen.pop("max_restarts")
-    gpus = GpuChoice(one_gpu=chosen.pop("one_gpu"), mps=chosen.pop("mps"), cpu=on_cpu)
-    del chosen["elastic_ranks"]
+    launch = LaunchSettings(**{each.name: given.pop(each.name) for each in fields(LaunchSettings)})
+    gpus = GpuChoice(one_gpu=launch.one_gpu, mps=launch.mps, cpu=launch.cpu)
     # A launcher that starts ranks again wants them to go on.
-    chosen["resume"] = resume = resume or times_restarted() > 0
-    if resume and run_folder is None:
+    given["resume"] = given["resume"] or times_restarted() > 0
+    if given["resume"] and given["run_folder"] is None:
         raise ConfigurationError("--resume needs --run-folder, the folder of the run that goes on")
-    if run_folder is None:
-        chosen["run_folder"] = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    settings = TrainSettings(**chosen)
+    arguments = sys.argv[1:]
+    if given["run_folder"] is None:
+        given["run_folder"] = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+        arguments += ["--run-folder", str(given["run_folder"])]
+    settings = TrainSettings(**given)
     if inside_a_launch():
-        try:
-            code = _run_rank(settings, on_cpu)
-        except BaseException as error:
-            report_exit(error, at=time.time(), then=say_goodbye)
-            raise
-        sys.stdout.flush()
-        sys.stderr.flush()
-        say_goodbye()
-        # Not through the interpreter's end, where threads of the wire may still want it and abort the process.
-        os._exit(code)
-    ranks = gpus.default_ranks if ranks is None else ranks
+        _be_rank(settings, launch.cpu)
+    raise typer.Exit(_start_ranks(settings, launch, gpus, arguments))
+
+
+def _options() -> Iterator[inspect.Parameter]:
+    """The fields of both classes of settings, as parameters that typer understands."""
+    for settings in (LaunchSettings, TrainSettings):
+        hints = get_type_hints(settings)
+        for each in fields(settings):
+            option: TrainOption = each.metadata["option"]
+            default = None if each.default is MISSING else each.default
+            # Named also where typer would find the name: it would add the opposite of a switch.
+            info = typer.Option(option_of(each.name, settings), help=option.help, rich_help_panel=option.heading)
+            kind: Any = Annotated[_typed(hints[each.name], default), info]
+            yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _typed(hint: Any, default: object) -> Any:
+    """The type for typer. Which words are accepted the settings check themselves."""
+    kind = get_args(hint)[0] if NoneType in get_args(hint) else hint
+    kind = str if get_origin(kind) is Literal else kind
+    return kind | None if default is None else kind
+
+
+def _heading(parameter: inspect.Parameter) -> int:
+    return HEADINGS.index(parameter.annotation.__metadata__[0].rich_help_panel)
+
+
+train.__signature__ = inspect.Signature(sorted(_options(), key=_heading))  # type: ignore[attr-defined]
+
+
+# -- the launcher -----------------------------------------------------------------------------------------------------
+
+
+def _start_ranks(settings: TrainSettings, launch: LaunchSettings, gpus: GpuChoice, arguments: list[str]) -> int:
+    """Run all ranks, and return the exit code."""
+    ranks = gpus.default_ranks if launch.nproc is None else launch.nproc
     if ranks < 1:
         raise ConfigurationError(f"--nproc must be at least 1, got {ranks}")
     if too_many := gpus.too_many(ranks):
         raise ConfigurationError(f"{too_many}, or --cpu to use none")
-    if elastic_ranks is not None and not elastic:
-        raise ConfigurationError(f"--elastic-ranks {elastic_ranks} says how many --elastic ranks there are: give both")
+    if launch.elastic_ranks is not None and not settings.elastic:
+        raise ConfigurationError(
+            f"--elastic-ranks {launch.elastic_ranks} says how many --elastic ranks there are: give both"
+        )
     sharing = gpus.sharing(ranks)
     _check_early(settings, ranks)
-    arguments = [*sys.argv[1:], *([] if run_folder is not None else ["--run-folder", str(settings.run_folder)])]
-    if elastic:
+    if settings.elastic:
         if sharing is not None:
             raise ConfigurationError("--one-gpu is for a fixed number of ranks: leave it out, or --elastic")
-        raise typer.Exit(_run_elastic(settings, arguments, ranks, elastic_ranks, restarts))
+        return _run_elastic(settings, launch, arguments, ranks)
+    restarts = launch.max_restarts
     if ranks == 1 and not restarts:
-        raise typer.Exit(_run_rank(settings, on_cpu))
-    raise typer.Exit(
-        run_ranks_of("gradsync", arguments, nproc=ranks, explained=(1, 2), max_restarts=restarts, sharing=sharing)
-    )
+        return _run_rank(settings, launch.cpu)
+    return run_ranks_of("gradsync", arguments, nproc=ranks, explained=(1, 2), max_restarts=restarts, sharing=sharing)
 
 
-def _run_elastic(
-    settings: TrainSettings, arguments: list[str], ranks: int, all_ranks: int | None, restarts: int
-) -> int:
-    if restarts:
+def _run_elastic(settings: TrainSettings, launch: LaunchSettings, arguments: list[str], ranks: int) -> int:
+    if launch.max_restarts:
         raise ConfigurationError("--max-restarts starts all ranks again; --elastic replaces those that are lost")
     require_torchft()
-    return run_elastic_ranks_of(
-        "gradsync",
-        arguments,
-        nproc=ranks,
-        ranks=ranks if all_ranks is None else all_ranks,
-        min_ranks=settings.min_ranks,
-    )
+    all_ranks = ranks if launch.elastic_ranks is None else launch.elastic_ranks
+    return run_elastic_ranks_of("gradsync", arguments, nproc=ranks, ranks=all_ranks, min_ranks=settings.min_ranks)
 
 
 def _check_early(settings: TrainSettings, ranks: int) -> None:
@@ -171,6 +149,22 @@ def _check_early(settings: TrainSettings, ranks: int) -> None:
         Batches(tokens.split()[0], plan, 0, 1)
     with torch.device("meta"), refusing("--model"):
         build_model(settings.model, vocab_size=tokens.vocab_size, sequence_length=settings.sequence_length)
+
+
+# -- a rank -----------------------------------------------------------------------------------------------------------
+
+
+def _be_rank(settings: TrainSettings, on_cpu: bool) -> NoReturn:
+    try:
+        code = _run_rank(settings, on_cpu)
+    except BaseException as error:
+        report_exit(error, at=time.time(), then=say_goodbye)
+        raise
+    sys.stdout.flush()
+    sys.stderr.flush()
+    say_goodbye()
+    # Not through the interpreter's end, where threads of a communicator may still want it and abort the process.
+    os._exit(code)
 
 
 def _run_rank(settings: TrainSettings, on_cpu: bool) -> int:
