@@ -5,16 +5,14 @@ as Transformers build on, through many names that only Accelerate has. So ``acce
 script and any other code that is not installed, and Accelerate's own for installed libraries; that one wraps models in
 torch's class by name, which is ours. Accelerate need not be installed, and is imported when the script asks for it.
 
-A process started by ``torch.multiprocessing.spawn`` imports the script first, which looks up torch's class. So our
-settings travel in what its parent sends ahead of that: unpickling them begins the watch. Any other Python gets them
-through the environment; see :mod:`gradsync.tools.run.startup.sitecustomize`.
+Processes that the script starts get the settings through the environment, and are observed from their import of torch
+on: see :mod:`gradsync.tools.run.startup.sitecustomize`.
 """
 
 import atexit
 import contextlib
 import functools
 import json
-import multiprocessing.util
 import os
 import site
 import socket
@@ -25,7 +23,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -66,11 +63,8 @@ COLLECTIVES = (
 )
 # Installed packages, wherever they are: of another Python than this one, by PYTHONPATH or a .pth.
 PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
-# By which spawned processes get their settings, and where other Pythons that start find what reads them.
-SPAWN_KEY = "gradsync_run"
+# Where Pythons that start find what reads the settings.
 STARTUP = str(Path(__file__).parent / "startup")
-# Before torch's own finalizers, and those of queues: nothing of theirs is needed here.
-PRIORITY = 100
 
 
 class Running:
@@ -268,9 +262,6 @@ class ChildSettings:
     keep: bool
     folder: Path
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _begin_child, (self.keep, str(self.folder))
-
 
 # What watches this process: the settings may be exchanged, as by a `gradsync run` inside of another one.
 _current: list[tuple[Running, ChildSettings]] = []
@@ -278,7 +269,8 @@ _current: list[tuple[Running, ChildSettings]] = []
 
 def begin_with_children(settings: ChildSettings) -> Running:
     """Watch this process, and those that it starts."""
-    os.environ[CHILD_SETTINGS] = json.dumps({"keep": settings.keep, "folder": str(settings.folder)})
+    told = {"module": __name__, "keep": settings.keep, "folder": str(settings.folder)}
+    os.environ[CHILD_SETTINGS] = json.dumps(told)
     paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != STARTUP]
     os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *paths])
     if _current:
@@ -287,21 +279,14 @@ def begin_with_children(settings: ChildSettings) -> Running:
     running = Running(keep=settings.keep)
     running.begin()
     _current.append((running, settings))
-    prepare = spawn.get_preparation_data
-
-    def with_settings(name: str) -> dict[str, Any]:
-        return prepare(name) | {SPAWN_KEY: _current[0][1]}
-
-    spawn.get_preparation_data = with_settings
     return running
 
 
-def begin_started(text: str) -> None:
-    """Watch this process, which a watched one has started with ``text`` in its environment."""
+def begin_started(keep: bool, folder: str) -> None:
+    """Watch this process, which a watched one has started."""
     if _current:
         return
-    chosen = json.loads(text)
-    settings = ChildSettings(keep=chosen["keep"], folder=Path(chosen["folder"]))
+    settings = ChildSettings(keep=keep, folder=Path(folder))
     atexit.register(_end_child, begin_with_children(settings), settings, os.getpid())
 
 
@@ -323,14 +308,6 @@ def warn_if_ranks_are_started() -> None:
         return start(fn, args, nprocs, *more, **options)
 
     processes.spawn = spawn_of_a_rank
-
-
-def _begin_child(keep: bool, folder: str) -> ChildSettings:
-    settings = ChildSettings(keep=keep, folder=Path(folder))
-    # Watched by its environment already, it is not watched twice; but what is run at its end is not that of atexit.
-    running = begin_with_children(settings)
-    multiprocessing.util.Finalize(None, _end_child, (running, settings, os.getpid()), exitpriority=PRIORITY)
-    return settings
 
 
 def _end_child(running: Running, settings: ChildSettings, process: int) -> None:
