@@ -449,11 +449,6 @@ def test_the_command_finds_what_is_wrong() -> None:
     assert sys.prefix not in block
 
 
-def test_an_unknown_option_is_a_wrong_use() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--no-such-option"])
-    assert result.exit_code == 2
-
-
 def test_gpus_are_measured_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)

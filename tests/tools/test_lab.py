@@ -36,6 +36,7 @@ from gradsync.testing import run_ranks
 from gradsync.tools.cli.main import app
 from gradsync.tools.lab.lab import take_down
 from gradsync.tools.lab.system import NAMESPACES, check_fit, inside, ip, lab_names, processes, switch_name, tc
+from tests.processes import eventually
 
 RATE = Rate.parse("400mbit")
 NAME = f"test{os.getpid()}"
@@ -82,13 +83,6 @@ def nothing_left() -> Iterator[str]:
 def lab(nothing_left: str) -> Iterator[Lab]:
     with Lab(LabPlan(name=nothing_left, rate=RATE)) as lab:
         yield lab
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 # The hosts
@@ -261,7 +255,7 @@ def test_an_owner_that_is_ended_leaves_nothing_for_long(nothing_left: str, numbe
     owner = multiprocessing.get_context("fork").Process(target=own_a_lab, args=(nothing_left,))
     owner.start()
     try:
-        until(lambda: len(all_processes(nothing_left)) == 6)
+        assert eventually(lambda: len(all_processes(nothing_left)) == 6)
         with pytest.raises(LabError, match=f"already up and belongs to process {owner.pid}.* gradsync lab down"):
             Lab(LabPlan(name=nothing_left)).__enter__()
         assert owner.pid is not None
@@ -273,11 +267,11 @@ def test_an_owner_that_is_ended_leaves_nothing_for_long(nothing_left: str, numbe
         assert nothing_left not in lab_names()
         return
     # The ranks, which were shells, have died with it; their children have not.
-    until(lambda: len(all_processes(nothing_left)) == 4)
+    assert eventually(lambda: len(all_processes(nothing_left)) == 4)
     background = all_processes(nothing_left)
     with Lab(LabPlan(name=nothing_left)) as lab:
         assert lab.processes() == {0: [], 1: []}
-        until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in background))
+        assert eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in background))
 
 
 @with_lab
