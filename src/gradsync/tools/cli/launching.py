@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,14 +70,14 @@ except KeyboardInterrupt:
 """
 
 
-def inside_a_launch(variables: Mapping[str, str] = os.environ) -> bool:
+def inside_a_launch() -> bool:
     """Whether torchrun, mpirun or srun started this process: then it is a rank and launches nothing."""
-    return read_environment(variables).launcher != "none"
+    return read_environment().launcher != "none"
 
 
-def times_restarted(variables: Mapping[str, str] = os.environ) -> int:
+def times_restarted() -> int:
     """How often torchrun, or :func:`run_ranks_of`, has started the ranks again after a failure."""
-    count = variables.get(RESTART_COUNT, "0")
+    count = os.environ.get(RESTART_COUNT, "0")
     return int(count) if count.isdecimal() else 0
 
 
