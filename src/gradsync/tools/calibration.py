@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from gradsync.communicator import (
     Communicator,
@@ -41,19 +41,20 @@ from gradsync.core.reduction.quantize import sum_coded
 from gradsync.observe.plan.calibration import Calibration, Reading, fit_transport, no_link, slow_for_good
 from gradsync.observe.plan.network import REDUCTIONS, Operation, ReductionCost, Transport, Way
 from gradsync.observe.plan.profile import BucketProfile, Jitter, StepProfile, steady_straggler
-from gradsync.tools.bench.peers import NoWrapper
+from gradsync.tools.bench.peers import NoWrapper, WrappedModel
 from gradsync.tools.bench.workload import Workload
 from gradsync.tools.lab.lab import Lab, LabPlan, Rate, fork_ranks
 
 __all__ = ["CalibrationPlan", "run_calibration"]
 
+CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=120)
 LAB_NAME = "plan"
 # Of Gloo, which has two threads for its collectives; all other transports have one.
 GROUP_IN_FLIGHT = 2
 KIB, MIB = 1024, 1024 * 1024
 SIZES = (4 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
-STEPS_WARM_UP, STEPS = 3, 10
+STEPS_WARM_UP = 3
 REPEATS, WARM_UP = 8, 1
 # In which what a shaped link saves up is full again.
 PAUSE = 0.04
@@ -119,20 +120,19 @@ def _be_rank(plan: CalibrationPlan, path: Path) -> None:
 
 def _measure(plan: CalibrationPlan) -> Calibration:
     """Measure on the ranks of the default group. Collective."""
-    device = torch.device("cpu")
     group = choose_communicator()
     # Ranks of one machine would share memory, which says nothing of a link.
-    chosen = Choice(communicator=group, reason="its sockets") if plan.rate is None else fit_communicator(group, device)
+    chosen = Choice(communicator=group, reason="its sockets") if plan.rate is None else fit_communicator(group, CPU)
     communicator = chosen.communicator
     transport = fit_transport(
-        _time_collectives(communicator, device, plan.sizes, plan.pause),
+        _time_collectives(communicator, plan.sizes, plan.pause),
         in_flight=GROUP_IN_FLIGHT if _way_of(communicator) == "ring" else 1,
-        hidden=measure_link(communicator, device).hidden,
+        hidden=measure_link(communicator, CPU).hidden,
     )
     workload = plan.workload
     alone = workload.wrap(NoWrapper())
-    profile, own = time_model(alone.model, workload.forward, alone.optimizer, steps=plan.steps)
-    codings = {each.name: each for each in _coding_costs(communicator, device, transport, plan.pause)}
+    profile, own = _time_model(alone, workload, plan.steps)
+    codings = {each.name: each for each in _coding_costs(communicator, transport, plan.pause)}
     rate = plan.rate
     seconds = _on_all_ranks(communicator, own)
     slow = steady_straggler(seconds)
@@ -170,17 +170,15 @@ def _way_of(communicator: Communicator) -> Way:
     return WAYS.get(type(communicator), "ring")
 
 
-def _time_collectives(
-    communicator: Communicator, device: torch.device, sizes: Sequence[int], pause: float
-) -> list[Reading]:
+def _time_collectives(communicator: Communicator, sizes: Sequence[int], pause: float) -> list[Reading]:
     """Time all-reduces, and their two halves as the engine would start them. Collective."""
-    scattering = scattering_over(communicator, device)
+    scattering = scattering_over(communicator, CPU)
     ranks = communicator.world_size
     readings = []
     for size in sizes:
         numel = max(size // 4 // ranks, 1) * ranks
-        whole = communicator.allocate(numel, torch.float32, device)[:numel].zero_()
-        share = torch.zeros(numel // ranks, device=device)
+        whole = communicator.allocate(numel, torch.float32, CPU)[:numel].zero_()
+        share = torch.zeros(numel // ranks)
         starts: list[tuple[Operation, Communicator, Callable[[], Handle]]] = [
             ("all_reduce", communicator, lambda whole=whole: communicator.all_reduce(whole)),  # type: ignore[misc]
             (
@@ -202,13 +200,11 @@ def _time_collectives(
     return readings
 
 
-def _coding_costs(
-    communicator: Communicator, device: torch.device, transport: Transport, pause: float
-) -> list[ReductionCost]:
+def _coding_costs(communicator: Communicator, transport: Transport, pause: float) -> list[ReductionCost]:
     """The time left of an exchange of coded gradients when the time of its bytes is subtracted. Collective."""
     costs = []
     numel = CODED_BYTES // 4
-    values = torch.zeros(numel, device=device).normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
+    values = torch.zeros(numel).normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
     for name, coding in CODINGS.items():
         starting: list[float] = []
 
@@ -258,11 +254,10 @@ def _usual(communicator: Communicator, run: Callable[[], object], pause: float) 
 
 
 class _Marks:
-    """Moments of a step, by what happened. On CUDA events, which are read when all is done."""
+    """Moments of a step, by what happened."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.steps: list[dict[str, object]] = []
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
 
     def begin(self) -> None:
         self.steps.append({})
@@ -270,43 +265,26 @@ class _Marks:
 
     def mark(self, name: str) -> None:
         # Of what happens several times, in a forward that uses a layer twice: the first time it is needed.
-        if name.startswith("need ") and name in self.steps[-1]:
-            return
-        moment: object = time.perf_counter()
-        if self._device.type == "cuda":
-            moment = torch.cuda.Event(enable_timing=True)
-            moment.record()
-        self.steps[-1][name] = moment
+        if not name.startswith("need ") or name not in self.steps[-1]:
+            self.steps[-1][name] = time.perf_counter()
 
     def between(self, first: str, second: str) -> float:
         """The median seconds from the one moment to the other, over the steps that count."""
         return statistics.median(self.all_between(first, second))
 
     def all_between(self, first: str, second: str) -> list[float]:
-        return [
-            self._seconds(step[first], step[second])
-            for step in self.steps[STEPS_WARM_UP:]
-            if first in step and second in step
-        ]
-
-    def _seconds(self, first: object, second: object) -> float:
-        if isinstance(first, float) and isinstance(second, float):
-            return second - first
-        seconds: float = first.elapsed_time(second) / 1e3  # type: ignore[attr-defined]
-        return seconds
+        measured = self.steps[STEPS_WARM_UP:]
+        return [step[second] - step[first] for step in measured if first in step and second in step]
 
 
-def time_model(
-    model: nn.Module, forward: Callable[[nn.Module], Tensor], optimizer: torch.optim.Optimizer, *, steps: int = STEPS
-) -> tuple[StepProfile, list[float]]:
-    """Run a few steps of ``forward(model)``, which returns the loss.
+def _time_model(wrapped: WrappedModel, workload: Workload, steps: int) -> tuple[StepProfile, list[float]]:
+    """Run a few steps of the workload.
 
     Returns a step whose buckets are single parameters, in the order in which they become ready; and how long forward
     and backward took together in each of the steps.
     """
+    model, optimizer, marks = wrapped.model, wrapped.optimizer, _Marks()
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    device = next(iter(parameters.values())).device
-    marks = _Marks(device)
     handles: list[torch.utils.hooks.RemovableHandle] = [
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: marks.mark(f"ready {name}"))
         for name, parameter in parameters.items()
@@ -315,7 +293,7 @@ def time_model(
     try:
         for _ in range(STEPS_WARM_UP + steps):
             marks.begin()
-            loss = forward(model)
+            loss = workload.forward(model)
             marks.mark("forward")
             loss.backward()
             marks.mark("backward")
@@ -325,8 +303,6 @@ def time_model(
     finally:
         for handle in handles:
             handle.remove()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
     return _read(marks, parameters)
 
 

@@ -168,11 +168,11 @@ def _be_rank(settings: TrainSettings, on_cpu: bool) -> NoReturn:
 
 
 def _run_rank(settings: TrainSettings, on_cpu: bool) -> int:
-    from gradsync.tools.llm.run import exit_code_of, run, run_elastic
+    from gradsync.tools.llm.run import run, run_elastic
 
     rank = read_environment().rank
     try:
-        return exit_code_of((run_elastic if settings.elastic else run)(settings, cpu=on_cpu))
+        return (run_elastic if settings.elastic else run)(settings, cpu=on_cpu).exit_code
     except OSError as error:
         # A full disk, a folder that went away: no reason for a traceback.
         raise GradsyncError(str(error)) from error
