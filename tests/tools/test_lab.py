@@ -315,20 +315,15 @@ def test_the_commands(nothing_left: str, capfd: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("up --hosts 0", "1 to 200 hosts, got 0"),
-        ("up --rate fast", "got 'fast'"),
         ("up --rate 0mbit", "between 8kbit and 1000gbit"),
-        ("up --name a/b", "got 'a/b'"),
         ("run -- true", f"the lab {NAME} is not up. Make it with: gradsync lab up"),
         ("cut 0", "is not up"),
         ("down", "is not up"),
     ],
-    ids=["no hosts", "no rate", "no bits", "no name", "run", "cut", "down"],
 )
 def test_bad_input_is_said_in_one_line(nothing_left: str, words: str, message: str) -> None:
     command, *others = words.split()
-    name = [] if "--name" in others else ["--name", nothing_left]
-    answer = CliRunner().invoke(app, ["lab", command, *name, *others])
+    answer = CliRunner().invoke(app, ["lab", command, "--name", nothing_left, *others])
     assert answer.exit_code != 0
     assert isinstance(answer.exception, GradsyncError)
     assert message in str(answer.exception)

@@ -443,22 +443,6 @@ def test_ctrl_c_ends_it_with_an_account(tmp_path: Path) -> None:
 
 # -- ranks that a script starts by subprocess -------------------------------------------------------------------------
 
-FABRIC = """
-import torch
-from lightning_fabric import Fabric
-
-fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-fabric.launch()
-torch.manual_seed(0)
-net = torch.nn.Linear(4, 1)
-model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-for step in range(3):
-    fabric.backward(model(torch.full((2, 4), 1.0 + fabric.global_rank)).square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
-print(fabric.global_rank, type(model._forward_module).__module__, flush=True)
-"""
-
 # A launcher of its own, that starts its ranks from a shell; and the rank.
 STARTING = """
 import os, subprocess, sys
@@ -486,26 +470,19 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_that_fabric_starts_keep_torchs_class_on_request(tmp_path: Path) -> None:
-    """Without --keep they have ours: tests/test_real_packages.py."""
-    pytest.importorskip("lightning_fabric")
-    write(tmp_path, FABRIC)
-    told = in_new_interpreters("--nproc", "0", "--keep", "script.py", folder=tmp_path)
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.count("torch.nn.parallel.distributed") == 2, told.stdout
-    assert "3 optimizer steps on 2 ranks" in told.stderr
-
-
-def test_ranks_that_a_shell_starts_have_our_class_and_their_own_customization(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_ranks_that_a_shell_starts_have_the_class_and_their_own_customization(keep: bool, tmp_path: Path) -> None:
     write(tmp_path, STARTING)
     write(tmp_path, STARTED, "rank.py")
     write(tmp_path, "print('customized', flush=True)", "own/sitecustomize.py")
-    command = ["--nproc", "0", "script.py", str(free_port()), "-u", "-u"]
+    options = ["--keep"] if keep else []
+    command = ["--nproc", "0", *options, "script.py", str(free_port()), "-u", "-u"]
     told = in_new_interpreters(*command, folder=tmp_path, PYTHONPATH=str(tmp_path / "own"))
     assert told.returncode == 0, told.stderr
     # Of this process, of the two ranks, and of no shell.
     assert told.stdout.count("customized") == 3
-    assert told.stdout.count("gradsync.parallel.data_parallel") == 2
+    expected = "torch.nn.parallel.distributed" if keep else "gradsync.parallel.data_parallel"
+    assert told.stdout.count(expected) == 2
     assert "3 optimizer steps on 2 ranks" in told.stderr
 
 

@@ -131,13 +131,6 @@ def test_resume_begins_a_run_where_there_is_none(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "new")) == 1
 
 
-@pytest.mark.parametrize("record", [{"kind": "step"}, {"kind": "stop", "step": 1}, {"kind": "step", "step": "1"}])
-def test_a_record_nobody_could_read_is_refused(tmp_path: Path, record: dict[str, Any]) -> None:
-    with RunFolder(tmp_path, resume=False) as folder, pytest.raises(ConfigurationError, match="a record needs a kind"):
-        folder.append(record)
-    assert read_metrics(tmp_path) == []
-
-
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = make(tmp_path / "run")
     lines = (path / "metrics.jsonl").read_text().splitlines()

@@ -237,9 +237,12 @@ class ExitStatements:
         try:
             for _ in range(ranks):
                 self._memories.append(os.memfd_create(MEMORY, 0))
-        except OSError:
+        except OSError as error:
             self.__exit__()
-            raise
+            raise ConfigurationError(
+                f"--nproc {ranks} is more than this process may start: {error}. Start fewer ranks, or raise the limit "
+                "(ulimit -n)"
+            ) from error
 
     def __enter__(self) -> "ExitStatements":
         return self

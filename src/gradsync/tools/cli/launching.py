@@ -163,7 +163,7 @@ def run_ranks_of(
     failure: Failure | None = None
     for count in range(max_restarts + 1):
         with (
-            _exit_statements(nproc) as records,
+            ExitStatements(nproc) as records,
             _places(nproc, (count, max_restarts), sharing) as places,
             RankProcesses(grace_seconds) as ranks,
         ):
@@ -178,16 +178,6 @@ def run_ranks_of(
         _say(f"all ranks are started again (restart {count + 1} of {max_restarts})")
     assert failure is not None
     return failure.exit_code
-
-
-def _exit_statements(nproc: int) -> ExitStatements:
-    try:
-        return ExitStatements(nproc)
-    except OSError as error:
-        raise ConfigurationError(
-            f"--nproc {nproc} is more than this process may start: {error}. Start fewer ranks, or raise the limit "
-            "(ulimit -n)"
-        ) from error
 
 
 @contextmanager
