@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,6 +59,7 @@ REPEATS, WARM_UP = 8, 1
 # In which what a shaped link saves up is full again.
 PAUSE = 0.04
 CODED_BYTES = 512 * KIB
+CODED_OPERATIONS: tuple[Operation, ...] = ("all_to_all", "all_gather")
 CODINGS: dict[str, Coding] = {
     "bf16": Rounded(torch.bfloat16),
     "fp16": Rounded(torch.float16),
@@ -124,15 +125,16 @@ def _measure(plan: CalibrationPlan) -> Calibration:
     # Ranks of one machine would share memory, which says nothing of a link.
     chosen = Choice(communicator=group, reason="its sockets") if plan.rate is None else fit_communicator(group, CPU)
     communicator = chosen.communicator
+    scattering = scattering_over(communicator, CPU)
     transport = fit_transport(
-        _time_collectives(communicator, plan.sizes, plan.pause),
+        [each for size in plan.sizes for each in _time_collectives(communicator, scattering, size, plan.pause)],
         in_flight=GROUP_IN_FLIGHT if _way_of(communicator) == "ring" else 1,
         hidden=measure_link(communicator, CPU).hidden,
     )
     workload = plan.workload
     alone = workload.wrap(NoWrapper())
     profile, own = _time_model(alone, workload, plan.steps)
-    codings = {each.name: each for each in _coding_costs(communicator, transport, plan.pause)}
+    codings = {name: _coding_cost(communicator, transport, name, plan.pause) for name in CODINGS}
     rate = plan.rate
     seconds = _on_all_ranks(communicator, own)
     slow = steady_straggler(seconds)
@@ -170,67 +172,50 @@ def _way_of(communicator: Communicator) -> Way:
     return WAYS.get(type(communicator), "ring")
 
 
-def _time_collectives(communicator: Communicator, sizes: Sequence[int], pause: float) -> list[Reading]:
-    """Time all-reduces, and their two halves as the engine would start them. Collective."""
-    scattering = scattering_over(communicator, CPU)
+def _time_collectives(
+    communicator: Communicator, scattering: Communicator, size: int, pause: float
+) -> Iterator[Reading]:
+    """Time an all-reduce of ``size`` bytes, and its two halves as the engine would start them. Collective."""
     ranks = communicator.world_size
-    readings = []
-    for size in sizes:
-        numel = max(size // 4 // ranks, 1) * ranks
-        whole = communicator.allocate(numel, torch.float32, CPU)[:numel].zero_()
-        share = torch.zeros(numel // ranks)
-        starts: list[tuple[Operation, Communicator, Callable[[], Handle]]] = [
-            ("all_reduce", communicator, lambda whole=whole: communicator.all_reduce(whole)),  # type: ignore[misc]
-            (
-                "all_gather",
-                communicator,
-                lambda whole=whole, share=share: communicator.all_gather(whole, share),  # type: ignore[misc]
-            ),
-            (
-                "reduce_scatter",
-                scattering,
-                lambda whole=whole, share=share: scattering.reduce_scatter(share, whole),  # type: ignore[misc]
-            ),
-        ]
-        for operation, mover, start in starts:
-            seconds = _usual(communicator, lambda start=start: start().wait(), pause)  # type: ignore[misc]
-            readings.append(
-                Reading(operation=operation, way=_way_of(mover), nbytes=numel * 4, seconds=seconds, ranks=ranks)
-            )
-    return readings
+    numel = max(size // 4 // ranks, 1) * ranks
+    whole = communicator.allocate(numel, torch.float32, CPU)[:numel].zero_()
+    share = torch.zeros(numel // ranks)
+    starts: list[tuple[Operation, Communicator, Callable[[], Handle]]] = [
+        ("all_reduce", communicator, lambda: communicator.all_reduce(whole)),
+        ("all_gather", communicator, lambda: communicator.all_gather(whole, share)),
+        ("reduce_scatter", scattering, lambda: scattering.reduce_scatter(share, whole)),
+    ]
+    for operation, mover, start in starts:
+        seconds = _usual(communicator, lambda start=start: start().wait(), pause)  # type: ignore[misc]
+        yield Reading(operation=operation, way=_way_of(mover), nbytes=numel * 4, seconds=seconds, ranks=ranks)
 
 
-def _coding_costs(communicator: Communicator, transport: Transport, pause: float) -> list[ReductionCost]:
+def _coding_cost(communicator: Communicator, transport: Transport, name: str, pause: float) -> ReductionCost:
     """The time left of an exchange of coded gradients when the time of its bytes is subtracted. Collective."""
-    costs = []
-    numel = CODED_BYTES // 4
+    coding, numel = CODINGS[name], CODED_BYTES // 4
     values = torch.zeros(numel).normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
-    for name, coding in CODINGS.items():
-        starting: list[float] = []
+    starting: list[float] = []
 
-        def run(coding: Coding = coding, starting: list[float] = starting) -> None:
-            began = time.perf_counter()
-            handle = sum_coded(coding, values.clone(), communicator)
-            starting.append(time.perf_counter() - began)
-            handle.wait()
+    def run() -> None:
+        began = time.perf_counter()
+        handle = sum_coded(coding, values.clone(), communicator)
+        starting.append(time.perf_counter() - began)
+        handle.wait()
 
-        whole = _usual(communicator, run, pause)
-        share = coding.nbytes(numel) / CODED_BYTES
-        moved = [transport.cost(operation, CODED_BYTES * share) for operation in ("all_to_all", "all_gather")]
-        burst = transport.topology.between.burst
-        bytes_seconds = max(0.0, sum(each.nbytes for each in moved) - burst) / moved[0].bandwidth
-        encode = statistics.median(starting)
-        decode = max(0.0, whole - encode - bytes_seconds - sum(each.latency for each in moved))
-        costs.append(
-            ReductionCost(
-                name=name,
-                share=share,
-                operations=("all_to_all", "all_gather"),
-                encode=encode / CODED_BYTES,
-                decode=decode / CODED_BYTES,
-            )
-        )
-    return costs
+    whole = _usual(communicator, run, pause)
+    share = coding.nbytes(numel) / CODED_BYTES
+    moved = [transport.cost(operation, CODED_BYTES * share) for operation in CODED_OPERATIONS]
+    burst = transport.topology.between.burst
+    bytes_seconds = max(0.0, sum(each.nbytes for each in moved) - burst) / moved[0].bandwidth
+    encode = statistics.median(starting)
+    decode = max(0.0, whole - encode - bytes_seconds - sum(each.latency for each in moved))
+    return ReductionCost(
+        name=name,
+        share=share,
+        operations=CODED_OPERATIONS,
+        encode=encode / CODED_BYTES,
+        decode=decode / CODED_BYTES,
+    )
 
 
 def _usual(communicator: Communicator, run: Callable[[], object], pause: float) -> float:

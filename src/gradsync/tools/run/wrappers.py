@@ -67,22 +67,17 @@ class PhaseClock:
     @contextmanager
     def inside(self, phase: str) -> Iterator[None]:
         """What runs meanwhile belongs to the phase, but for what belongs to another one inside."""
-        if not self.is_mine():
-            yield
-            return
-        if phase == FORWARD and self._since is None:
-            self._since = self._now()
-        self._count()
-        self._inside.append(phase)
+        self.enter(phase)
         try:
             yield
         finally:
-            self._count()
-            self._inside.pop()
+            self.leave(phase)
 
     def enter(self, phase: str) -> None:
         """Enter a phase as :meth:`inside` does, for hooks at the beginning and at the end."""
         if self.is_mine():
+            if phase == FORWARD and self._since is None:
+                self._since = self._now()
             self._count()
             self._inside.append(phase)
 
