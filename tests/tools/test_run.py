@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -475,6 +476,23 @@ def test_ranks_that_a_shell_starts_have_the_class_and_their_own_customization(ke
     expected = "torch.nn.parallel.distributed" if keep else "gradsync.parallel.data_parallel"
     assert told.stdout.count(expected) == 2
     assert "3 optimizer steps on 2 ranks" in told.stderr
+
+
+def test_ranks_of_a_fork_server_are_counted(tmp_path: Path) -> None:
+    text = f"""
+import os
+import torch.multiprocessing as mp
+
+def be_rank(rank):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="{free_port()}")
+{textwrap.indent(STARTED, "    ")}
+
+if __name__ == "__main__":
+    mp.start_processes(be_rank, nprocs=2, start_method="forkserver")
+"""
+    write(tmp_path, text)
+    gradsync_run("--nproc", "0", "--record", "record", "script.py", folder=tmp_path)
+    assert [account.steps for account in accounts(tmp_path / "record")] == [3, 3]
 
 
 def test_ranks_of_which_one_has_torchs_class_are_told_so(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import functools
 import json
+import multiprocessing.util
 import os
 import site
 import socket
@@ -65,6 +66,8 @@ COLLECTIVES = (
 PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 # Where Pythons that start find what reads the settings.
 STARTUP = str(Path(__file__).parent / "startup")
+# Of multiprocessing's finalizers: nothing of what queues and torch do at the end is needed here.
+BEFORE_QUEUES = 100
 
 
 class Running:
@@ -287,7 +290,18 @@ def begin_started(keep: bool, folder: str) -> None:
     if _current:
         return
     settings = ChildSettings(keep=keep, folder=Path(folder))
-    atexit.register(_end_child, begin_with_children(settings), settings, os.getpid())
+    running = begin_with_children(settings)
+    atexit.register(_end_child, running, settings, os.getpid())
+    # This may be the server of multiprocessing's forkserver: it has imported the script, and forks the ranks.
+    multiprocessing.util.register_after_fork(running, functools.partial(_begin_forked, settings=settings))
+
+
+def _begin_forked(running: Running, settings: ChildSettings) -> None:
+    """Account for a process that multiprocessing has forked, unless what it has wrapped is what its parent has."""
+    if not running.account().wrappers:
+        # Such a process runs nothing of atexit.
+        end = (running, settings, os.getpid())
+        multiprocessing.util.Finalize(None, _end_child, end, exitpriority=BEFORE_QUEUES)
 
 
 def warn_if_ranks_are_started() -> None:
@@ -311,7 +325,7 @@ def warn_if_ranks_are_started() -> None:
 
 
 def _end_child(running: Running, settings: ChildSettings, process: int) -> None:
-    """A process that wrapped nothing, as a worker of a loader, has no account; nor has one that was forked."""
+    """A process that wrapped nothing, as a worker of a loader, has no account; nor has one that os.fork made."""
     account = running.account()
     if account.wrappers and os.getpid() == process and _current[0][1] is settings:
         # The folder is gone where rank 0 has not waited.
