@@ -320,6 +320,7 @@ def test_the_commands(nothing_left: str, capfd: pytest.CaptureFixture[str]) -> N
         ("cut 0", "is not up"),
         ("down", "is not up"),
     ],
+    ids=["no bits", "run", "cut", "down"],
 )
 def test_bad_input_is_said_in_one_line(nothing_left: str, words: str, message: str) -> None:
     command, *others = words.split()

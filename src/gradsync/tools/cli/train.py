@@ -37,7 +37,7 @@ SECONDS_FOR_RANK_0 = 3
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """The ranks to start. A rank has no use for these."""
+    """Which ranks to start, and where."""
 
     nproc: int | None = RANKS(None, "Ranks to start here: one per GPU, else one per core up to 4.")
     max_restarts: int = RANKS(0, "How often all ranks are restarted after a failure, from the newest checkpoint.")
