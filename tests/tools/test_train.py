@@ -327,23 +327,18 @@ def loaded_step(settings: TrainSettings) -> tuple[int, list[str]]:
     return trainer.step, trainer.notes
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, text: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk]).returncode:
-        pytest.skip("needs to be root to mount a small disk")
-    try:
-        options = (*SMALL, "--data", text, "--checkpoint-every", 5, "--run-folder", disk / "run", "--nproc", 1)
-        run(tmp_path, *options, "--steps", 5)
-        (disk / "ballast").write_bytes(b"x" * (4 * 2**20 - sum(p.stat().st_size for p in disk.rglob("*")) - 600_000))
-        done = run(tmp_path, *options, "--steps", 10, "--resume", code=1)
-        assert "Traceback" not in done.stderr
-        assert "space" in done.stderr
-        (disk / "ballast").unlink()
-        assert [path.name for path in (disk / "run" / "checkpoints").iterdir()] == ["step-00000005"]
-        run(tmp_path, *options, "--steps", 10, "--resume")
-    finally:
-        subprocess.run(["umount", disk], check=True)
+@pytest.mark.parametrize("small_disk", ["4m"], indirect=True)
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, text: Path, small_disk: Path) -> None:
+    options = (*SMALL, "--data", text, "--checkpoint-every", 5, "--run-folder", small_disk / "run", "--nproc", 1)
+    run(tmp_path, *options, "--steps", 5)
+    ballast, used = small_disk / "ballast", sum(path.stat().st_size for path in small_disk.rglob("*"))
+    ballast.write_bytes(b"x" * (4 * 2**20 - used - 600_000))
+    done = run(tmp_path, *options, "--steps", 10, "--resume", code=1)
+    assert "Traceback" not in done.stderr
+    assert "space" in done.stderr
+    ballast.unlink()
+    assert [path.name for path in (small_disk / "run" / "checkpoints").iterdir()] == ["step-00000005"]
+    run(tmp_path, *options, "--steps", 10, "--resume")
 
 
 def test_bad_input_of_a_run_with_ranks(tmp_path: Path) -> None:
