@@ -15,7 +15,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "M
 
 @pytest.fixture(autouse=True)
 def _outside_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHER_VARIABLES, "GRADSYNC_DEBUG"):
+    for name in (*LAUNCHER_VARIABLES, "GLOO_SOCKET_IFNAME", "GRADSYNC_DEBUG"):
         # Set first, so that what the code under test sets is taken back as well.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
