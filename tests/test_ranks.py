@@ -104,13 +104,10 @@ def test_results_come_in_rank_order(process_ranks: RankPool) -> None:
     assert process_ranks.run(describe, "ab", times=2) == [(rank, size, "abab") for rank in range(size)]
 
 
-def test_ranks_are_one_group(process_ranks: RankPool) -> None:
+def test_shared_pools_are_reused(process_ranks: RankPool) -> None:
     size = process_ranks.world_size
     assert [total.item() for total in process_ranks.run(sum_of_ranks)] == [sum(range(size))] * size
-
-
-def test_shared_pools_are_reused(process_ranks: RankPool) -> None:
-    process_ranks.run(sum_of_ranks)
+    assert not dist.is_initialized(), "the parent is in no group"
     before = process_ranks.pids()
     assert pool_of(process_ranks.world_size) is process_ranks
     process_ranks.run(sum_of_ranks)
@@ -124,11 +121,6 @@ def test_ranks_compute_with_one_thread(pool: RankPool) -> None:
 def test_views_of_one_buffer_carry_it_once(pool: RankPool) -> None:
     for views in pool.run(views_of_one_buffer):
         assert len({view.untyped_storage().data_ptr() for view in views}) == 1
-
-
-def test_parent_is_in_no_group(pool: RankPool) -> None:
-    pool.run(sum_of_ranks)
-    assert not dist.is_initialized()
 
 
 def test_failing_rank_is_reported_and_the_pool_recovers(pool: RankPool) -> None:

@@ -6,7 +6,6 @@ would.
 
 import importlib.util
 import io
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,24 +148,15 @@ def test_settings_are_compared_over_ranks() -> None:
 
 # -- the communicator -------------------------------------------------------------------------------------------------
 
-sizes = pytest.mark.parametrize("world_size", [1, 2, 3])
-
-
-def over_files(
-    folder: Path, world_size: int, function: Callable[[BaseCommunicator], Any], timeout: float = 30.0
-) -> list[Any]:
-    return run_ranks(
-        lambda: function(FolderCommunicator(folder, choose_communicator().rank, world_size, timeout)), world_size
-    )
-
 
 def test_only_the_files_of_the_last_collective_are_left(tmp_path: Path) -> None:
-    def use(wire: BaseCommunicator) -> None:
+    def use() -> None:
+        wire: BaseCommunicator = FolderCommunicator(tmp_path, choose_communicator().rank, 3)
         for _ in range(5):
             wire.reduce_scatter(torch.zeros(2), torch.zeros(6)).wait()
             wire.all_reduce(torch.zeros(3)).wait()
 
-    over_files(tmp_path, 3, use)
+    run_ranks(use, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10-0-0", "10-1-0", "10-2-0"]
 
 
@@ -185,30 +175,3 @@ def test_who_does_not_come_is_named_and_the_next_use_is_refused(tmp_path: Path) 
             wire.broadcast(torch.zeros(1), 0)
         assert isinstance(wire.failure, gradsync.PeerFailedError)
         assert sorted(tmp_path.iterdir()) == before, "something was sent"
-
-
-def small_model() -> nn.Sequential:
-    layers = [nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1)]
-    for number, parameter in enumerate(nn.Sequential(*layers).parameters()):
-        parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-    return nn.Sequential(*layers).double()
-
-
-@sizes
-def test_a_model_trained_over_it_equals_average_gradients(world_size: int, tmp_path: Path) -> None:
-    def train(wire: BaseCommunicator) -> float:
-        model, reference = small_model(), small_model()
-        wrapped = gradsync.DistributedDataParallel(model, communicator=wire, bucket_cap_mb=0.001)
-        optimizer = torch.optim.SGD([*wrapped.parameters(), *reference.parameters()], lr=0.1)
-        generator = torch.Generator().manual_seed(wire.rank)
-        for _ in range(6):
-            inputs = torch.randn(8, 6, generator=generator, dtype=torch.float64)
-            optimizer.zero_grad()
-            for each in (wrapped, reference):
-                (each(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
-            gradsync.average_gradients(reference)  # through memory, by the ambient communicator
-            optimizer.step()
-        pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        return max(((ours - theirs).abs().max() / theirs.abs().max()).item() for ours, theirs in pairs)
-
-    assert max(over_files(tmp_path, world_size, train)) <= 1e-12

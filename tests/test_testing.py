@@ -116,33 +116,10 @@ def test_system_exit_is_an_error_too() -> None:
     assert raised.value.code == 3
 
 
-def test_a_mismatch_is_raised_once_and_named() -> None:
-    def work() -> None:
-        rank = communicator().rank
-        communicator().all_reduce(torch.ones(1 + rank)).wait()
-
-    with pytest.raises(gradsync.MismatchError, match="rank 1: all_reduce sum of 2"):
-        run_ranks(work, 2)
-
-
 def test_nothing_is_left_behind() -> None:
     before = threading.active_count()
     run_ranks(lambda: None, 4)
     assert threading.active_count() == before
-
-
-def test_the_world_of_a_failed_run_is_not_that_of_the_next() -> None:
-    def fail() -> None:
-        raise ValueError("no luck")
-
-    def work() -> float:
-        total = torch.ones(1)
-        communicator().all_reduce(total).wait()
-        return float(total)
-
-    with pytest.raises(ValueError, match="no luck"):
-        run_ranks(fail, 2)
-    assert run_ranks(work, 2) == [2.0, 2.0]
 
 
 def test_a_world_of_no_ranks_is_refused() -> None:

@@ -119,7 +119,7 @@ def test_nccl_is_refused_with_the_reason() -> None:
 )
 def test_what_cannot_lose_a_rank_is_refused(other: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match="exclude each other"):
-        TrainSettings(elastic=True, **other)  # type: ignore[arg-type]
+        TrainSettings(run_folder=Path("run"), elastic=True, **other)  # type: ignore[arg-type]
 
 
 # -- one rank alone ----------------------------------------------------------------------------------------------------

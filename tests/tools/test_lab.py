@@ -36,6 +36,7 @@ from gradsync.testing import run_ranks
 from gradsync.tools.cli.main import app
 from gradsync.tools.lab.lab import take_down
 from gradsync.tools.lab.system import NAMESPACES, check_fit, inside, ip, lab_names, processes, switch_name, tc
+from tests.processes import eventually
 
 RATE = Rate.parse("400mbit")
 NAME = f"test{os.getpid()}"
@@ -82,13 +83,6 @@ def nothing_left() -> Iterator[str]:
 def lab(nothing_left: str) -> Iterator[Lab]:
     with Lab(LabPlan(name=nothing_left, rate=RATE)) as lab:
         yield lab
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 # The hosts
@@ -261,7 +255,7 @@ def test_an_owner_that_is_ended_leaves_nothing_for_long(nothing_left: str, numbe
     owner = multiprocessing.get_context("fork").Process(target=own_a_lab, args=(nothing_left,))
     owner.start()
     try:
-        until(lambda: len(all_processes(nothing_left)) == 6)
+        assert eventually(lambda: len(all_processes(nothing_left)) == 6)
         with pytest.raises(LabError, match=f"already up and belongs to process {owner.pid}.* gradsync lab down"):
             Lab(LabPlan(name=nothing_left)).__enter__()
         assert owner.pid is not None
@@ -273,11 +267,11 @@ def test_an_owner_that_is_ended_leaves_nothing_for_long(nothing_left: str, numbe
         assert nothing_left not in lab_names()
         return
     # The ranks, which were shells, have died with it; their children have not.
-    until(lambda: len(all_processes(nothing_left)) == 4)
+    assert eventually(lambda: len(all_processes(nothing_left)) == 4)
     background = all_processes(nothing_left)
     with Lab(LabPlan(name=nothing_left)) as lab:
         assert lab.processes() == {0: [], 1: []}
-        until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in background))
+        assert eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in background))
 
 
 @with_lab
@@ -308,7 +302,7 @@ def test_the_commands(nothing_left: str, capfd: pytest.CaptureFixture[str]) -> N
     shown = lab("status").splitlines()
     assert [line.split()[2:4] for line in shown[2:4]] == [["2.5gbit", "up"], ["2.5gbit", "cut"]]
     lab("heal", "1")
-    lab("run", "--ranks-per-host", "2", "--", "sh", "-c", "exit $RANK", code=1)
+    lab("run", "--ranks-per-host", "2", "--", "sh", "-c", "[ $RANK = 0 ]", code=1)
     lab("run", "--", "sh", "-c", 'echo "$RANK of $WORLD_SIZE"')
     assert capfd.readouterr().out == "0 of 2\n"
     assert "800kbit" in lab("rate", "800kbit")
@@ -321,20 +315,16 @@ def test_the_commands(nothing_left: str, capfd: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("up --hosts 0", "1 to 200 hosts, got 0"),
-        ("up --rate fast", "got 'fast'"),
         ("up --rate 0mbit", "between 8kbit and 1000gbit"),
-        ("up --name a/b", "got 'a/b'"),
         ("run -- true", f"the lab {NAME} is not up. Make it with: gradsync lab up"),
         ("cut 0", "is not up"),
         ("down", "is not up"),
     ],
-    ids=["no hosts", "no rate", "no bits", "no name", "run", "cut", "down"],
+    ids=["no bits", "run", "cut", "down"],
 )
 def test_bad_input_is_said_in_one_line(nothing_left: str, words: str, message: str) -> None:
     command, *others = words.split()
-    name = [] if "--name" in others else ["--name", nothing_left]
-    answer = CliRunner().invoke(app, ["lab", command, *name, *others])
+    answer = CliRunner().invoke(app, ["lab", command, "--name", nothing_left, *others])
     assert answer.exit_code != 0
     assert isinstance(answer.exception, GradsyncError)
     assert message in str(answer.exception)

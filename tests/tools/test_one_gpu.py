@@ -17,7 +17,6 @@ import torch.distributed as dist
 import gradsync
 from gradsync.accelerator.world import agree_on_backend
 from gradsync.base.environment import ProcessEnvironment
-from gradsync.errors import ConfigurationError
 from gradsync.lab import SharedGpuPlan
 from gradsync.observe.recording import find_recordings
 from gradsync.tools.cli.launching import GpuChoice
@@ -218,8 +217,3 @@ def test_the_doctor_measures_nccl_on_one_gpu(tmp_path: Path) -> None:
     result = gradsync_command(tmp_path, "doctor", "--one-gpu", "--json", "--timeout", "60")
     findings = {each["name"]: each for each in json.loads(result.stdout)["findings"]}
     assert "2 ranks share one GPU by time slices" in findings["nccl link"]["detail"], result.stdout
-
-
-def test_asking_for_a_gpu_is_the_same_everywhere() -> None:
-    with pytest.raises(ConfigurationError, match="choose one of them"):
-        GpuChoice(one_gpu=True, cpu=True)

@@ -100,6 +100,7 @@ def _idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("some words to learn " * 1000)
+    Path("empty.txt").write_text("")
     Path("script.py").write_text("")
     Path("recorded").mkdir()
     # A recording of one model, of which nothing is read.
@@ -201,6 +202,15 @@ def test_an_argument_that_is_refused_is_named(
         ),
         (["train", "--model", "-foo", "--data", "text.txt"], "--model: there is no model '-foo'"),
         (["train", "--data", "--foo"], "--data: there is no text source '--foo'"),
+        (["train", "--data", "empty.txt"], "--data: there is no text in empty.txt"),
+        (["train", "--batch", "0"], "--batch must be a whole number of at least 1, got 0"),
+        (["train", "--precision", "fp12"], "--precision must be one of fp32, bf16, fp16, fp64, got 'fp12'"),
+        (["train", "--reduction", "local:0"], "--reduction local:STEPS needs a number of steps, got 'local:0'"),
+        (["train", "--reduction", "int3"], "--reduction local:STEPS, or else"),
+        (["train", "--overlap", "auto", "--reduction", "local:4"], "--overlap auto exclude each other"),
+        (["train", "--nproc", "0"], "--nproc must be at least 1, got 0"),
+        (["train", "--resume"], "--resume needs --run-folder"),
+        (["train", "--steps", "5", "--epochs", "1"], "give --steps (5) or --epochs (1.0), not both"),
         (["doctor", "--timeout", "inf"], "Invalid value for '--timeout'"),
         (["bench", "faults", "--seeds", "0"], "--rounds (or --seeds) must be at least 1, got 0"),
     ],

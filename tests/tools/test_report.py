@@ -520,15 +520,14 @@ def test_only_losses_that_are_not_finite(tmp_path: Path) -> None:
     assert "not finite in 4 records" in page.text
 
 
-def test_replicas_that_differ(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "run", steps=0, replicas_equal=False))
-    assert "differ replicas do not hold the same parameters" in page.text
+@pytest.mark.parametrize(
+    ("equal", "said"), [(False, "differ replicas do not hold the same parameters"), (None, "")], ids=str
+)
+def test_replicas_that_differ_or_were_not_compared(tmp_path: Path, equal: bool | None, said: str) -> None:
+    page = page_of(make_run(tmp_path / "run", steps=0, replicas_equal=equal))
+    assert said in page.text
+    assert ("replicas" in page.text) == bool(said)
     assert "all replicas hold" not in page.text
-
-
-def test_nothing_is_said_of_replicas_that_were_not_compared(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path / "run", steps=0, replicas_equal=None))
-    assert "replicas" not in page.text
 
 
 def test_the_time_of_a_resumed_run_is_that_of_all_parts(tmp_path: Path) -> None:

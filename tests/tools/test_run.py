@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,20 @@ dist.destroy_process_group()
 """
 
 
-def gradsync_run(*arguments: str, folder: Path, **options: Any) -> "subprocess.CompletedProcess[str]":
-    return run_python("-m", "gradsync", "run", *arguments, folder=folder, **options)
+def gradsync_run(
+    *arguments: str, folder: Path, keep: bool = False, code: int = 0, **options: Any
+) -> "subprocess.CompletedProcess[str]":
+    told = run_python("-m", "gradsync", "run", *(["--keep"] if keep else []), *arguments, folder=folder, **options)
+    assert told.returncode == code, told.stderr
+    return told
+
+
+def recorded(
+    script: str, *words: str, folder: Path, keep: bool
+) -> tuple["subprocess.CompletedProcess[str]", list[Account]]:
+    """A script on two ranks, and their accounts."""
+    told = gradsync_run("--nproc", "2", "--record", "record", script, *words, folder=folder, keep=keep)
+    return told, accounts(folder / "record")
 
 
 def write(folder: Path, text: str, name: str = "script.py") -> Path:
@@ -93,7 +106,6 @@ def test_scripts_train_to_the_bits_they_train_to_by_themselves(
     assert ran.error is None
     arguments = [each.format(after) for each in options]
     told = gradsync_run("--nproc", "2", "--record", "record", str(script), *arguments, folder=tmp_path, timeout=120)
-    assert told.returncode == 0, told.stderr
     assert sorted(told.stdout.split()) == sorted(ran.output.split())
     ours, theirs = parameters(after), parameters(before)
     assert ours.keys() == theirs.keys()
@@ -117,11 +129,8 @@ def test_scripts_train_to_the_bits_they_train_to_by_themselves(
 def test_a_forgotten_no_sync_is_counted(keep: bool, words: list[str], tmp_path: Path) -> None:
     """Around the backward alone it is forgotten by torch's class, and understood by gradsync's."""
     script = write(tmp_path, FORGETFUL)
-    options = ["--nproc", "2", "--record", "record", *(["--keep"] if keep else [])]
-    told = gradsync_run(*options, str(script), *words, folder=tmp_path)
-    assert told.returncode == 0, told.stderr
+    told, found = recorded(str(script), *words, folder=tmp_path, keep=keep)
     synchronized = 1 if words and not keep else 4
-    found = accounts(tmp_path / "record")
     assert [account.rank for account in found] == [0, 1]
     for account in found:
         assert (account.kept, account.steps, account.called) == (keep, 5, {"all_reduce": 5})
@@ -167,10 +176,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("keep", [False, True])
 def test_what_was_needed_is_not_called_wasted(keep: bool, tmp_path: Path) -> None:
     write(tmp_path, NEEDED)
-    options = ["--nproc", "2", "--record", "record", *(["--keep"] if keep else [])]
-    told = gradsync_run(*options, "script.py", folder=tmp_path)
-    assert told.returncode == 0, told.stderr
-    for account in accounts(tmp_path / "record"):
+    for account in recorded("script.py", folder=tmp_path, keep=keep)[1]:
         (wrapper,) = account.wrappers
         assert account.steps == wrapper.steps == 2
         assert wrapper.backwards == wrapper.synchronized >= 8
@@ -202,10 +208,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("keep", [False, True])
 def test_models_are_told_apart(keep: bool, tmp_path: Path) -> None:
     write(tmp_path, ADVERSARIES)
-    options = ["--nproc", "2", "--record", "record", *(["--keep"] if keep else [])]
-    told = gradsync_run(*options, "script.py", folder=tmp_path)
-    assert told.returncode == 0, told.stderr
-    for account in accounts(tmp_path / "record"):
+    for account in recorded("script.py", folder=tmp_path, keep=keep)[1]:
         maker, critic = account.wrappers
         assert account.steps == 6
         assert (maker.steps, maker.backwards, maker.synchronized, maker.collectives) == (3, 3, 3, 3)
@@ -222,16 +225,14 @@ def test_ranks_that_start_ranks_are_told_of(tmp_path: Path) -> None:
     )
     variables = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
     told = gradsync_run("script.py", folder=tmp_path, variables=variables)
-    assert told.returncode == 0, told.stderr
     assert "in each of 1 ranks. If these are to be its ranks: gradsync run --nproc 0" in told.stderr
     assert told.stdout.startswith("<built-in function len> () 2 True")
 
 
 def test_a_folder_that_holds_a_recording_is_not_written_over(tmp_path: Path) -> None:
     script = write(tmp_path, FORGETFUL)
-    assert gradsync_run("--nproc", "2", "--record", "record", str(script), folder=tmp_path).returncode == 0
-    told = gradsync_run("--nproc", "1", "--record", "record", str(script), folder=tmp_path)
-    assert told.returncode == 2
+    recorded(str(script), folder=tmp_path, keep=False)
+    told = gradsync_run("--nproc", "1", "--record", "record", str(script), folder=tmp_path, code=2)
     assert "holds the recording of another run" in told.stderr
 
 
@@ -249,7 +250,6 @@ def test_a_script_may_start_its_ranks(tmp_path: Path) -> None:
     # A process that is spawned is a fresh interpreter, however it is started.
     variables = {**os.environ, "MASTER_PORT": str(free_port()), "MASTER_ADDR": "localhost"}
     told = gradsync_run(*command, folder=tmp_path, variables=variables, timeout=120)
-    assert told.returncode == 0, told.stderr
     found = accounts(tmp_path / "record")
     assert [(account.rank, account.world_size, account.wrappers[0].kind) for account in found] == [
         (0, 2, "gradsync"), (1, 2, "gradsync"),
@@ -284,9 +284,7 @@ def test_a_script_finds_what_it_would_find(keep: bool, tmp_path: Path) -> None:
     write(tmp_path / "inner", "name = 'a file beside'", "beside.py")
     # What looks like our options comes after the script, and is the script's.
     words = ["--nproc", "7", "--keep", "-m", "--", "--record", "x", "--help"]
-    options = ["--keep"] if keep else []
-    told = gradsync_run("--nproc", "1", *options, "inner/script.py", *words, folder=tmp_path)
-    assert told.returncode == 0, told.stderr
+    told = gradsync_run("--nproc", "1", "inner/script.py", *words, folder=tmp_path, keep=keep)
     found = json.loads(told.stdout)
     assert found["argv"] == ["inner/script.py", *words]
     assert (found["path"], found["file"]) == (str(script.parent), str(script))
@@ -327,8 +325,7 @@ dist.barrier()
 
 def test_a_script_that_fails_has_the_last_word(tmp_path: Path) -> None:
     write(tmp_path, FAILING)
-    told = gradsync_run("--nproc", "2", "script.py", folder=tmp_path)
-    assert told.returncode == 1
+    told = gradsync_run("--nproc", "2", "script.py", folder=tmp_path, code=1)
     assert "ValueError: its own words" in told.stderr
     assert 'script.py", line 6, in fails' in told.stderr
     # Nothing of ours in between, neither above the script nor where collectives are counted.
@@ -360,21 +357,19 @@ for step in range(9):
 
 def test_other_ranks_know_why_a_rank_has_failed_and_nothing_is_explained(tmp_path: Path) -> None:
     write(tmp_path, TRAINED)
-    told = gradsync_run("--nproc", "2", "script.py", folder=tmp_path)
-    assert told.returncode == 1
+    told = gradsync_run("--nproc", "2", "script.py", folder=tmp_path, code=1)
     assert told.stderr.count("Traceback") == 1, told.stderr
     assert re.search(
         r"rank 0 then raised CommunicatorLostError: rank 1 .* raised ValueError: its own words", told.stderr
     )
     assert "a step takes" not in told.stderr
-    hooked = gradsync_run("--nproc", "2", "script.py", "hook", folder=tmp_path)
+    hooked = gradsync_run("--nproc", "2", "script.py", "hook", folder=tmp_path, code=1)
     assert hooked.stdout.count("hooked: ") == 2, hooked.stderr
 
 
 def test_a_script_that_is_no_python_says_so(tmp_path: Path) -> None:
     script = write(tmp_path, "x = 1\nif True print(x)\n")
-    told = gradsync_run("--nproc", "1", "script.py", folder=tmp_path)
-    assert told.returncode == 1
+    told = gradsync_run("--nproc", "1", "script.py", folder=tmp_path, code=1)
     assert told.stderr.startswith(f'  File "{script}", line 2\n')
     assert "SyntaxError" in told.stderr
     assert "Traceback" not in told.stderr
@@ -383,8 +378,7 @@ def test_a_script_that_is_no_python_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("word", "code"), [("exit", 3), ("words", 1)])
 def test_exit_codes_are_the_scripts(word: str, code: int, tmp_path: Path) -> None:
     write(tmp_path, FAILING)
-    told = gradsync_run("--nproc", "1", "script.py", word, folder=tmp_path)
-    assert told.returncode == code
+    told = gradsync_run("--nproc", "1", "script.py", word, folder=tmp_path, code=code)
     assert ("said at the end" in told.stderr) == (word == "words")
     assert "Traceback" not in told.stderr
 
@@ -403,8 +397,7 @@ def test_exit_codes_are_the_scripts(word: str, code: int, tmp_path: Path) -> Non
 )
 def test_what_cannot_be_run_is_refused(arguments: list[str], words: str, tmp_path: Path) -> None:
     write(tmp_path, "print('ran')")
-    told = gradsync_run(*arguments, folder=tmp_path)
-    assert told.returncode == 2
+    told = gradsync_run(*arguments, folder=tmp_path, code=2)
     assert words in re.sub(r"[\s│]+", " ", told.stderr)
     assert "ran" not in told.stdout
 
@@ -412,8 +405,7 @@ def test_what_cannot_be_run_is_refused(arguments: list[str], words: str, tmp_pat
 def test_the_number_of_ranks_is_the_launchers(tmp_path: Path) -> None:
     write(tmp_path, "print('ran')")
     variables = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}
-    told = gradsync_run("--nproc", "2", "script.py", folder=tmp_path, variables=variables)
-    assert told.returncode == 2
+    told = gradsync_run("--nproc", "2", "script.py", folder=tmp_path, variables=variables, code=2)
     assert "Leave their number to it" in told.stderr
 
 
@@ -443,22 +435,6 @@ def test_ctrl_c_ends_it_with_an_account(tmp_path: Path) -> None:
 
 # -- ranks that a script starts by subprocess -------------------------------------------------------------------------
 
-FABRIC = """
-import torch
-from lightning_fabric import Fabric
-
-fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
-fabric.launch()
-torch.manual_seed(0)
-net = torch.nn.Linear(4, 1)
-model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-for step in range(3):
-    fabric.backward(model(torch.full((2, 4), 1.0 + fabric.global_rank)).square().mean())
-    optimizer.step()
-    optimizer.zero_grad()
-print(fabric.global_rank, type(model._forward_module).__module__, flush=True)
-"""
-
 # A launcher of its own, that starts its ranks from a shell; and the rank.
 STARTING = """
 import os, subprocess, sys
@@ -486,27 +462,37 @@ dist.destroy_process_group()
 """
 
 
-def test_ranks_that_fabric_starts_keep_torchs_class_on_request(tmp_path: Path) -> None:
-    """Without --keep they have ours: tests/test_real_packages.py."""
-    pytest.importorskip("lightning_fabric")
-    write(tmp_path, FABRIC)
-    told = in_new_interpreters("--nproc", "0", "--keep", "script.py", folder=tmp_path)
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.count("torch.nn.parallel.distributed") == 2, told.stdout
-    assert "3 optimizer steps on 2 ranks" in told.stderr
-
-
-def test_ranks_that_a_shell_starts_have_our_class_and_their_own_customization(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_ranks_that_a_shell_starts_have_the_class_and_their_own_customization(keep: bool, tmp_path: Path) -> None:
     write(tmp_path, STARTING)
     write(tmp_path, STARTED, "rank.py")
     write(tmp_path, "print('customized', flush=True)", "own/sitecustomize.py")
-    command = ["--nproc", "0", "script.py", str(free_port()), "-u", "-u"]
+    options = ["--keep"] if keep else []
+    command = ["--nproc", "0", *options, "script.py", str(free_port()), "-u", "-u"]
     told = in_new_interpreters(*command, folder=tmp_path, PYTHONPATH=str(tmp_path / "own"))
     assert told.returncode == 0, told.stderr
     # Of this process, of the two ranks, and of no shell.
     assert told.stdout.count("customized") == 3
-    assert told.stdout.count("gradsync.parallel.data_parallel") == 2
+    expected = "torch.nn.parallel.distributed" if keep else "gradsync.parallel.data_parallel"
+    assert told.stdout.count(expected) == 2
     assert "3 optimizer steps on 2 ranks" in told.stderr
+
+
+def test_ranks_of_a_fork_server_are_counted(tmp_path: Path) -> None:
+    text = f"""
+import os
+import torch.multiprocessing as mp
+
+def be_rank(rank):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="{free_port()}")
+{textwrap.indent(STARTED, "    ")}
+
+if __name__ == "__main__":
+    mp.start_processes(be_rank, nprocs=2, start_method="forkserver")
+"""
+    write(tmp_path, text)
+    gradsync_run("--nproc", "0", "--record", "record", "script.py", folder=tmp_path)
+    assert [account.steps for account in accounts(tmp_path / "record")] == [3, 3]
 
 
 def test_ranks_of_which_one_has_torchs_class_are_told_so(tmp_path: Path) -> None:
@@ -544,7 +530,6 @@ print(accelerate.Accelerator)
 def test_installed_libraries_have_accelerates_own_class(tmp_path: Path) -> None:
     write(tmp_path, ACCELERATES)
     told = gradsync_run("--nproc", "1", "script.py", folder=tmp_path)
-    assert told.returncode == 0, told.stderr
     ours = "gradsync.accelerator.accelerator"
     assert told.stdout.splitlines() == [" ".join([ours] * 3), "accelerate.accelerator", "<class 'int'>"]
 

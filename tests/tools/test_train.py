@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,19 +151,6 @@ def test_a_step_is_told_of_before_it_is_saved(tmp_path: Path, text: Path) -> Non
     """Or a run that resumes there, after it was killed, would never record it."""
     heard, _ = pool_of(2).run(train_and_save, settings_for(tmp_path / "run", text, checkpoint_every=3))
     assert heard == [(3, 3), (6, 6), (8, 8)]
-
-
-def test_ranks_with_unequal_shares_and_none(tmp_path: Path, text: Path) -> None:
-    """A window of three sequences on four ranks: one of them has nothing to do."""
-    alone, _, _ = train(settings_for(tmp_path / "1", text, precision="fp64", grad_accum=3, micro_batch=1))
-    folder = tmp_path / "4"
-    # Written by one rank, continued by four: the window keeps its three sequences.
-    train(settings_for(folder, text, precision="fp64", grad_accum=3, micro_batch=1, steps=4))
-    resumed = settings_for(folder, text, precision="fp64", grad_accum=3, micro_batch=1, resume=True)
-    rest, _, _ = pool_of(4).run(train, resumed)[0]
-    assert len(rest) == 4
-    # The schedule of a run of four steps was another, so only the first of the others can be compared.
-    assert rest[0][0] == pytest.approx(alone[4][0], rel=0.2)
 
 
 def test_resuming_on_another_number_of_ranks_goes_on_with_the_same_windows(tmp_path: Path, text: Path) -> None:
@@ -341,75 +327,28 @@ def loaded_step(settings: TrainSettings) -> tuple[int, list[str]]:
     return trainer.step, trainer.notes
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, text: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk]).returncode:
-        pytest.skip("needs to be root to mount a small disk")
-    try:
-        options = (*SMALL, "--data", text, "--checkpoint-every", 5, "--run-folder", disk / "run", "--nproc", 1)
-        run(tmp_path, *options, "--steps", 5)
-        (disk / "ballast").write_bytes(b"x" * (4 * 2**20 - sum(p.stat().st_size for p in disk.rglob("*")) - 600_000))
-        done = run(tmp_path, *options, "--steps", 10, "--resume", code=1)
-        assert "Traceback" not in done.stderr
-        assert "space" in done.stderr
-        (disk / "ballast").unlink()
-        assert [path.name for path in (disk / "run" / "checkpoints").iterdir()] == ["step-00000005"]
-        run(tmp_path, *options, "--steps", 10, "--resume")
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--model", "enormous"), "enormous"),
-        (("--data", "nowhere.txt"), "nowhere.txt"),
-        (("--data", "empty.txt"), "empty"),
-        (("--data", "short.txt", "--length", 500), "500"),
-        (("--batch", 0), "--batch must be"),
-        (("--precision", "fp12"), "--precision must be one of fp32"),
-        (("--reduction", "local:0"), "--reduction local:STEPS needs a number of steps, got 'local:0'"),
-        (("--reduction", "int3"), "got 'int3'"),
-        (("--overlap", "always"), "--overlap must be one of backward, next-forward, auto, got 'always'"),
-        (("--overlap", "auto", "--reduction", "local:4"), "--overlap auto exclude each other"),
-        (("--on-bad-step", "shrug"), "--on-bad-step must be one of raise"),
-        (("--replica-check", 0), "--replica-check must be"),
-        (("--nproc", 2, "--max-restarts", -1), "--max-restarts"),
-        (("--nproc", 0), "--nproc"),
-        (("--resume",), "--run-folder"),
-        (("--steps", 5, "--epochs", 1), "not both"),
-        (("--run-folder", "occupied"), "occupied"),
-    ],
-)
-def test_bad_input_is_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    run_main: Callable[..., int],
-    arguments: tuple[object, ...],
-    words: str,
-) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "short.txt").write_text("short")
-    (tmp_path / "occupied").mkdir()
-    (tmp_path / "occupied" / "precious").write_text("do not touch")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert run_main("train", *map(str, ["--cpu", "--nproc", 1, "--model", "nano", *arguments])) == 2
-    said = capfd.readouterr().err
-    assert words in said
-    assert len(said.strip().splitlines()) == 1, said
-    assert (tmp_path / "occupied" / "precious").read_text() == "do not touch"
+@pytest.mark.parametrize("small_disk", ["4m"], indirect=True)
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path, text: Path, small_disk: Path) -> None:
+    options = (*SMALL, "--data", text, "--checkpoint-every", 5, "--run-folder", small_disk / "run", "--nproc", 1)
+    run(tmp_path, *options, "--steps", 5)
+    ballast, used = small_disk / "ballast", sum(path.stat().st_size for path in small_disk.rglob("*"))
+    ballast.write_bytes(b"x" * (4 * 2**20 - used - 600_000))
+    done = run(tmp_path, *options, "--steps", 10, "--resume", code=1)
+    assert "Traceback" not in done.stderr
+    assert "space" in done.stderr
+    ballast.unlink()
+    assert [path.name for path in (small_disk / "run" / "checkpoints").iterdir()] == ["step-00000005"]
+    run(tmp_path, *options, "--steps", 10, "--resume")
 
 
 def test_bad_input_of_a_run_with_ranks(tmp_path: Path) -> None:
-    """Found by the ranks, said once."""
+    """Found by the ranks, said once. What is found before is in test_option_errors.py."""
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied" / "precious").write_text("do not touch")
     done = run(tmp_path, *SMALL, "--run-folder", "occupied", code=2)
     assert done.stderr.count("occupied") == 1, done.stderr
     assert "Traceback" not in done.stderr
+    assert (tmp_path / "occupied" / "precious").read_text() == "do not touch"
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, text: Path, uninterrupted: tuple[Path, str]) -> None:

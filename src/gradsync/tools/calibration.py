@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from gradsync.communicator import (
     Communicator,
@@ -41,23 +41,25 @@ from gradsync.core.reduction.quantize import sum_coded
 from gradsync.observe.plan.calibration import Calibration, Reading, fit_transport, no_link, slow_for_good
 from gradsync.observe.plan.network import REDUCTIONS, Operation, ReductionCost, Transport, Way
 from gradsync.observe.plan.profile import BucketProfile, Jitter, StepProfile, steady_straggler
-from gradsync.tools.bench.peers import NoWrapper
+from gradsync.tools.bench.peers import NoWrapper, WrappedModel
 from gradsync.tools.bench.workload import Workload
 from gradsync.tools.lab.lab import Lab, LabPlan, Rate, fork_ranks
 
 __all__ = ["CalibrationPlan", "run_calibration"]
 
+CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=120)
 LAB_NAME = "plan"
 # Of Gloo, which has two threads for its collectives; all other transports have one.
 GROUP_IN_FLIGHT = 2
 KIB, MIB = 1024, 1024 * 1024
 SIZES = (4 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
-STEPS_WARM_UP, STEPS = 3, 10
+STEPS_WARM_UP = 3
 REPEATS, WARM_UP = 8, 1
 # In which what a shaped link saves up is full again.
 PAUSE = 0.04
 CODED_BYTES = 512 * KIB
+CODED_OPERATIONS: tuple[Operation, ...] = ("all_to_all", "all_gather")
 CODINGS: dict[str, Coding] = {
     "bf16": Rounded(torch.bfloat16),
     "fp16": Rounded(torch.float16),
@@ -119,20 +121,20 @@ def _be_rank(plan: CalibrationPlan, path: Path) -> None:
 
 def _measure(plan: CalibrationPlan) -> Calibration:
     """Measure on the ranks of the default group. Collective."""
-    device = torch.device("cpu")
     group = choose_communicator()
     # Ranks of one machine would share memory, which says nothing of a link.
-    chosen = Choice(communicator=group, reason="its sockets") if plan.rate is None else fit_communicator(group, device)
+    chosen = Choice(communicator=group, reason="its sockets") if plan.rate is None else fit_communicator(group, CPU)
     communicator = chosen.communicator
+    scattering = scattering_over(communicator, CPU)
     transport = fit_transport(
-        _time_collectives(communicator, device, plan.sizes, plan.pause),
+        [each for size in plan.sizes for each in _time_collectives(communicator, scattering, size, plan.pause)],
         in_flight=GROUP_IN_FLIGHT if _way_of(communicator) == "ring" else 1,
-        hidden=measure_link(communicator, device).hidden,
+        hidden=measure_link(communicator, CPU).hidden,
     )
     workload = plan.workload
     alone = workload.wrap(NoWrapper())
-    profile, own = time_model(alone.model, workload.forward, alone.optimizer, steps=plan.steps)
-    codings = {each.name: each for each in _coding_costs(communicator, device, transport, plan.pause)}
+    profile, own = _time_model(alone, workload, plan.steps)
+    codings = {name: _coding_cost(communicator, transport, name, plan.pause) for name in CODINGS}
     rate = plan.rate
     seconds = _on_all_ranks(communicator, own)
     slow = steady_straggler(seconds)
@@ -171,70 +173,49 @@ def _way_of(communicator: Communicator) -> Way:
 
 
 def _time_collectives(
-    communicator: Communicator, device: torch.device, sizes: Sequence[int], pause: float
-) -> list[Reading]:
-    """Time all-reduces, and their two halves as the engine would start them. Collective."""
-    scattering = scattering_over(communicator, device)
+    communicator: Communicator, scattering: Communicator, size: int, pause: float
+) -> Iterator[Reading]:
+    """Time an all-reduce of ``size`` bytes, and its two halves as the engine would start them. Collective."""
     ranks = communicator.world_size
-    readings = []
-    for size in sizes:
-        numel = max(size // 4 // ranks, 1) * ranks
-        whole = communicator.allocate(numel, torch.float32, device)[:numel].zero_()
-        share = torch.zeros(numel // ranks, device=device)
-        starts: list[tuple[Operation, Communicator, Callable[[], Handle]]] = [
-            ("all_reduce", communicator, lambda whole=whole: communicator.all_reduce(whole)),  # type: ignore[misc]
-            (
-                "all_gather",
-                communicator,
-                lambda whole=whole, share=share: communicator.all_gather(whole, share),  # type: ignore[misc]
-            ),
-            (
-                "reduce_scatter",
-                scattering,
-                lambda whole=whole, share=share: scattering.reduce_scatter(share, whole),  # type: ignore[misc]
-            ),
-        ]
-        for operation, mover, start in starts:
-            seconds = _usual(communicator, lambda start=start: start().wait(), pause)  # type: ignore[misc]
-            readings.append(
-                Reading(operation=operation, way=_way_of(mover), nbytes=numel * 4, seconds=seconds, ranks=ranks)
-            )
-    return readings
+    numel = max(size // 4 // ranks, 1) * ranks
+    whole = communicator.allocate(numel, torch.float32, CPU)[:numel].zero_()
+    share = torch.zeros(numel // ranks)
+    starts: list[tuple[Operation, Communicator, Callable[[], Handle]]] = [
+        ("all_reduce", communicator, lambda: communicator.all_reduce(whole)),
+        ("all_gather", communicator, lambda: communicator.all_gather(whole, share)),
+        ("reduce_scatter", scattering, lambda: scattering.reduce_scatter(share, whole)),
+    ]
+    for operation, mover, start in starts:
+        seconds = _usual(communicator, lambda start=start: start().wait(), pause)  # type: ignore[misc]
+        yield Reading(operation=operation, way=_way_of(mover), nbytes=numel * 4, seconds=seconds, ranks=ranks)
 
 
-def _coding_costs(
-    communicator: Communicator, device: torch.device, transport: Transport, pause: float
-) -> list[ReductionCost]:
+def _coding_cost(communicator: Communicator, transport: Transport, name: str, pause: float) -> ReductionCost:
     """The time left of an exchange of coded gradients when the time of its bytes is subtracted. Collective."""
-    costs = []
-    numel = CODED_BYTES // 4
-    values = torch.zeros(numel, device=device).normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
-    for name, coding in CODINGS.items():
-        starting: list[float] = []
+    coding, numel = CODINGS[name], CODED_BYTES // 4
+    values = torch.zeros(numel).normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
+    starting: list[float] = []
 
-        def run(coding: Coding = coding, starting: list[float] = starting) -> None:
-            began = time.perf_counter()
-            handle = sum_coded(coding, values.clone(), communicator)
-            starting.append(time.perf_counter() - began)
-            handle.wait()
+    def run() -> None:
+        began = time.perf_counter()
+        handle = sum_coded(coding, values.clone(), communicator)
+        starting.append(time.perf_counter() - began)
+        handle.wait()
 
-        whole = _usual(communicator, run, pause)
-        share = coding.nbytes(numel) / CODED_BYTES
-        moved = [transport.cost(operation, CODED_BYTES * share) for operation in ("all_to_all", "all_gather")]
-        burst = transport.topology.between.burst
-        bytes_seconds = max(0.0, sum(each.nbytes for each in moved) - burst) / moved[0].bandwidth
-        encode = statistics.median(starting)
-        decode = max(0.0, whole - encode - bytes_seconds - sum(each.latency for each in moved))
-        costs.append(
-            ReductionCost(
-                name=name,
-                share=share,
-                operations=("all_to_all", "all_gather"),
-                encode=encode / CODED_BYTES,
-                decode=decode / CODED_BYTES,
-            )
-        )
-    return costs
+    whole = _usual(communicator, run, pause)
+    share = coding.nbytes(numel) / CODED_BYTES
+    moved = [transport.cost(operation, CODED_BYTES * share) for operation in CODED_OPERATIONS]
+    burst = transport.topology.between.burst
+    bytes_seconds = max(0.0, sum(each.nbytes for each in moved) - burst) / moved[0].bandwidth
+    encode = statistics.median(starting)
+    decode = max(0.0, whole - encode - bytes_seconds - sum(each.latency for each in moved))
+    return ReductionCost(
+        name=name,
+        share=share,
+        operations=CODED_OPERATIONS,
+        encode=encode / CODED_BYTES,
+        decode=decode / CODED_BYTES,
+    )
 
 
 def _usual(communicator: Communicator, run: Callable[[], object], pause: float) -> float:
@@ -258,11 +239,10 @@ def _usual(communicator: Communicator, run: Callable[[], object], pause: float) 
 
 
 class _Marks:
-    """Moments of a step, by what happened. On CUDA events, which are read when all is done."""
+    """Moments of a step, by what happened."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.steps: list[dict[str, object]] = []
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
 
     def begin(self) -> None:
         self.steps.append({})
@@ -270,43 +250,26 @@ class _Marks:
 
     def mark(self, name: str) -> None:
         # Of what happens several times, in a forward that uses a layer twice: the first time it is needed.
-        if name.startswith("need ") and name in self.steps[-1]:
-            return
-        moment: object = time.perf_counter()
-        if self._device.type == "cuda":
-            moment = torch.cuda.Event(enable_timing=True)
-            moment.record()
-        self.steps[-1][name] = moment
+        if not name.startswith("need ") or name not in self.steps[-1]:
+            self.steps[-1][name] = time.perf_counter()
 
     def between(self, first: str, second: str) -> float:
         """The median seconds from the one moment to the other, over the steps that count."""
         return statistics.median(self.all_between(first, second))
 
     def all_between(self, first: str, second: str) -> list[float]:
-        return [
-            self._seconds(step[first], step[second])
-            for step in self.steps[STEPS_WARM_UP:]
-            if first in step and second in step
-        ]
-
-    def _seconds(self, first: object, second: object) -> float:
-        if isinstance(first, float) and isinstance(second, float):
-            return second - first
-        seconds: float = first.elapsed_time(second) / 1e3  # type: ignore[attr-defined]
-        return seconds
+        measured = self.steps[STEPS_WARM_UP:]
+        return [step[second] - step[first] for step in measured if first in step and second in step]
 
 
-def time_model(
-    model: nn.Module, forward: Callable[[nn.Module], Tensor], optimizer: torch.optim.Optimizer, *, steps: int = STEPS
-) -> tuple[StepProfile, list[float]]:
-    """Run a few steps of ``forward(model)``, which returns the loss.
+def _time_model(wrapped: WrappedModel, workload: Workload, steps: int) -> tuple[StepProfile, list[float]]:
+    """Run a few steps of the workload.
 
     Returns a step whose buckets are single parameters, in the order in which they become ready; and how long forward
     and backward took together in each of the steps.
     """
+    model, optimizer, marks = wrapped.model, wrapped.optimizer, _Marks()
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    device = next(iter(parameters.values())).device
-    marks = _Marks(device)
     handles: list[torch.utils.hooks.RemovableHandle] = [
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: marks.mark(f"ready {name}"))
         for name, parameter in parameters.items()
@@ -315,7 +278,7 @@ def time_model(
     try:
         for _ in range(STEPS_WARM_UP + steps):
             marks.begin()
-            loss = forward(model)
+            loss = workload.forward(model)
             marks.mark("forward")
             loss.backward()
             marks.mark("backward")
@@ -325,8 +288,6 @@ def time_model(
     finally:
         for handle in handles:
             handle.remove()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
     return _read(marks, parameters)
 
 

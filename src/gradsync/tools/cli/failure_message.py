@@ -237,9 +237,12 @@ class ExitStatements:
         try:
             for _ in range(ranks):
                 self._memories.append(os.memfd_create(MEMORY, 0))
-        except OSError:
+        except OSError as error:
             self.__exit__()
-            raise
+            raise ConfigurationError(
+                f"--nproc {ranks} is more than this process may start: {error}. Start fewer ranks, or raise the limit "
+                "(ulimit -n)"
+            ) from error
 
     def __enter__(self) -> "ExitStatements":
         return self
@@ -309,7 +312,8 @@ class FailureReport:
     def has_cause(self) -> bool:
         """Whether a rank has failed that did not only lose another one."""
         records = [self.records.get(failure.place.rank) for failure in self.failures]
-        return any(record is None for record in records) or any(map(_is_cause, self.records.values()))
+        causes = [record for record in self.records.values() if record.code and not record.is_consequence]
+        return bool(causes) or None in records
 
     @property
     def first(self) -> Failure:
@@ -396,10 +400,6 @@ def _without_repetition(record: ExitStatement, first: ExitStatement | None) -> E
     beginning = first.message[:REPEATED] if first is not None else ""
     known, found, _ = record.message.partition(beginning) if len(beginning) == REPEATED else (record.message, "", "")
     return replace(record, message=f"{known.rstrip(': ')}, as above") if known and found else record
-
-
-def _is_cause(record: ExitStatement) -> bool:
-    return bool(record.code) and not record.is_consequence
 
 
 def _describe_first(failure: Failure, record: ExitStatement) -> str:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -70,14 +70,14 @@ except KeyboardInterrupt:
 """
 
 
-def inside_a_launch(variables: Mapping[str, str] = os.environ) -> bool:
+def inside_a_launch() -> bool:
     """Whether torchrun, mpirun or srun started this process: then it is a rank and launches nothing."""
-    return read_environment(variables).launcher != "none"
+    return read_environment().launcher != "none"
 
 
-def times_restarted(variables: Mapping[str, str] = os.environ) -> int:
+def times_restarted() -> int:
     """How often torchrun, or :func:`run_ranks_of`, has started the ranks again after a failure."""
-    count = variables.get(RESTART_COUNT, "0")
+    count = os.environ.get(RESTART_COUNT, "0")
     return int(count) if count.isdecimal() else 0
 
 
@@ -163,7 +163,7 @@ def run_ranks_of(
     failure: Failure | None = None
     for count in range(max_restarts + 1):
         with (
-            _exit_statements(nproc) as records,
+            ExitStatements(nproc) as records,
             _places(nproc, (count, max_restarts), sharing) as places,
             RankProcesses(grace_seconds) as ranks,
         ):
@@ -178,16 +178,6 @@ def run_ranks_of(
         _say(f"all ranks are started again (restart {count + 1} of {max_restarts})")
     assert failure is not None
     return failure.exit_code
-
-
-def _exit_statements(nproc: int) -> ExitStatements:
-    try:
-        return ExitStatements(nproc)
-    except OSError as error:
-        raise ConfigurationError(
-            f"--nproc {nproc} is more than this process may start: {error}. Start fewer ranks, or raise the limit "
-            "(ulimit -n)"
-        ) from error
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.observe.charts.numbers import count, duration, saving
 from gradsync.observe.plan.calibration import Calibration, recorded
 from gradsync.observe.plan.library import known_machines, known_models, published
+from gradsync.observe.plan.network import Overlap
 from gradsync.observe.plan.planner import Setting
 from gradsync.observe.plan.report import PlanReport, make_report, rate_words
 from gradsync.tools.cli.failure_message import refusing
@@ -23,7 +24,7 @@ from gradsync.tools.lab.lab import Rate
 __all__ = ["plan"]
 
 RANKS = "2,4,8,16,32,64,128,256,512,1024,4096,10000"
-MODES = {"plain": "backward", "next-forward": "next-forward", "no-overlap": "none"}
+MODES: dict[str, Overlap] = {"plain": "backward", "next-forward": "next-forward", "no-overlap": "none"}
 MOST_RANKS = 10_000_000
 PICTURES = (".svg", ".png")
 
@@ -67,12 +68,7 @@ def plan(
     if listing:
         _list()
         return
-    for option, path in (("--picture", picture), ("--measure", measure)):
-        # Before the work: it would be lost.
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ConfigurationError(f"{option} {path} would lie in a folder that does not exist")
-    if picture is not None and picture.suffix not in PICTURES:
-        raise ConfigurationError(f"--picture {picture}: a picture is drawn into a {' or a '.join(PICTURES)}")
+    _check_files(picture, measure)
     with refusing("--hosts"):
         host_rate = None if hosts is None else Rate.parse(hosts)
     if host_rate is not None and measure is None:
@@ -81,31 +77,11 @@ def plan(
         _measure(measure, host_rate)
         return
     chosen = _calibration(calibration, profile, model, batch)
-    if mode not in MODES:
-        raise ConfigurationError(f"--mode is one of {', '.join(MODES)}, got {mode!r}")
+    setting = _setting(chosen, link=link, bucket_mb=bucket_mb, reduction=reduction, mode=mode, accumulate=accumulate)
     if not 0 < loss < 100:
         raise ConfigurationError(f"--loss is a percentage above 0 and below 100, got {loss:g}")
     if price is not None and not 0 <= price < math.inf:
         raise ConfigurationError(f"--price is what a rank costs an hour, 0 or more, got {price:g}")
-    with refusing("--bucket-mb"):
-        Setting(ranks=1, bucket_mb=bucket_mb)
-    if reduction not in chosen.reductions:
-        raise ConfigurationError(f"--reduction is one of {', '.join(chosen.reductions)}, got {reduction!r}")
-    with refusing("--link"):
-        rate = None if link is None else Rate.parse(link).bytes_per_second
-    if reduction != "mean" and MODES[mode] == "next-forward":
-        raise ConfigurationError(
-            f"--mode {mode} and --reduction {reduction} exclude each other: next-forward is what a sharded optimizer "
-            "does, and that sends exact means"
-        )
-    setting = Setting(
-        ranks=1,
-        bucket_mb=bucket_mb,
-        overlap=MODES[mode],  # type: ignore[arg-type]
-        reduction=reduction,
-        micro_batches=accumulate or chosen.profile.micro_batches,
-        rate=rate,
-    )
     report = make_report(chosen, _ranks(ranks), setting, choose_size=bucket_mb is None, loss=loss / 100)
     if as_json:
         print(json.dumps(_as_data(report, price), indent=1))
@@ -116,6 +92,47 @@ def plan(
 
         save_picture(report, picture)
         print(f"\npicture: {picture}")
+
+
+def _check_files(picture: Path | None, measure: Path | None) -> None:
+    """Refuse files that could not be written before the work, which would be lost."""
+    for option, path in (("--picture", picture), ("--measure", measure)):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ConfigurationError(f"{option} {path} would lie in a folder that does not exist")
+    if picture is not None and picture.suffix not in PICTURES:
+        raise ConfigurationError(f"--picture {picture}: a picture is drawn into a {' or a '.join(PICTURES)}")
+
+
+def _setting(
+    calibration: Calibration,
+    *,
+    link: str | None,
+    bucket_mb: float | None,
+    reduction: str,
+    mode: str,
+    accumulate: int | None,
+) -> Setting:
+    if mode not in MODES:
+        raise ConfigurationError(f"--mode is one of {', '.join(MODES)}, got {mode!r}")
+    with refusing("--bucket-mb"):
+        Setting(ranks=1, bucket_mb=bucket_mb)
+    if reduction not in calibration.reductions:
+        raise ConfigurationError(f"--reduction is one of {', '.join(calibration.reductions)}, got {reduction!r}")
+    with refusing("--link"):
+        rate = None if link is None else Rate.parse(link).bytes_per_second
+    if reduction != "mean" and MODES[mode] == "next-forward":
+        raise ConfigurationError(
+            f"--mode {mode} and --reduction {reduction} exclude each other: next-forward is what a sharded optimizer "
+            "does, and that sends exact means"
+        )
+    return Setting(
+        ranks=1,
+        bucket_mb=bucket_mb,
+        overlap=MODES[mode],
+        reduction=reduction,
+        micro_batches=accumulate or calibration.profile.micro_batches,
+        rate=rate,
+    )
 
 
 def _ranks(text: str) -> list[int]:

@@ -21,7 +21,6 @@ __all__ = ["Finding", "Status", "examine"]
 def examine(
     *,
     timeout: float = 8.0,
-    variables: Mapping[str, str] = os.environ,
     sharing: SharedGpuPlan | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Finding]:
@@ -33,7 +32,7 @@ def examine(
         # First of all, since the processes need seconds to import torch; the other checks fill that time.
         shared = {"nccl": sharing}
         links = [network.LinkTest(*each, timeout, stack, shared.get(each[0])) for each in _backends(sharing)]
-        findings = [guarded(name, check) for name, check in _checks(variables).items()]
+        findings = [guarded(name, check) for name, check in _checks(os.environ).items()]
         for link in links:
             progress(f"measuring the {link.name}")
             findings.append(guarded(link.name, link.finding))

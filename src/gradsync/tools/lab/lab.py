@@ -184,7 +184,8 @@ class Lab:
         names[switch_name(self.plan.name)] = [each.name for each in hosts]
         for namespace, interfaces in names.items():
             if rate is not None:
-                tc.lines(namespace, (f"qdisc replace dev {name} root {_queue(rate)}" for name in interfaces))
+                queue = f"tbf rate {rate.bits_per_second}bit burst 256kb latency 100ms"
+                tc.lines(namespace, (f"qdisc replace dev {name} root {queue}" for name in interfaces))
             elif shaped := [name for name in interfaces if name in _rates(namespace)]:
                 tc.lines(namespace, (f"qdisc delete dev {name} root" for name in shaped))
         if host is None:
@@ -344,10 +345,6 @@ def _free_subnet(name: str) -> str:
         if subnet not in taken:
             return subnet
     raise LabError(f"{SUBNETS} labs are up, which is the most. Remove one with: gradsync lab down")
-
-
-def _queue(rate: Rate) -> str:
-    return f"tbf rate {rate.bits_per_second}bit burst 256kb latency 100ms"
 
 
 def _switch_links(lab: str) -> list[dict[str, Any]]:

@@ -48,21 +48,6 @@ class GPTConfig(GPTSize):
 
     vocab_size: int
     sequence_length: int
-    dropout: float = 0.0
-    tie_embeddings: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "sequence_length", "layers", "heads", "width"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if self.width % self.heads:
-            raise ConfigurationError(
-                f"every head takes an equal part of the width, but {self.heads} heads do not divide width "
-                f"{self.width}. Choose a width that is a multiple of {self.heads}"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigurationError(f"dropout must be at least 0 and less than 1, got {self.dropout!r}")
 
 
 class CausalLM(nn.Module):
@@ -83,7 +68,6 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.dropout = config.dropout
         self.input = nn.Linear(config.width, 3 * config.width)
         self.output = nn.Linear(config.width, config.width)
 
@@ -91,8 +75,7 @@ class Attention(nn.Module):
         query, key, value = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.input(x).chunk(3, dim=-1)
         )
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return result
 
@@ -119,27 +102,23 @@ class TransformerBlock(nn.Module):
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.width)
         self.mlp = FeedForward(config)
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = x + self.attention(self.attention_norm(x))
+        x = x + self.mlp(self.mlp_norm(x))
         return x
 
 
 class GPT(CausalLM):
-    """A pre-norm GPT with learned positions."""
+    """A pre-norm GPT with learned positions, whose head is the embedding of its tokens."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.position_embedding = nn.Embedding(config.sequence_length, config.width)
-        self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
-        # A tied head is no module of its own: a state dict then holds the matrix once, under one name.
-        self.head = None if config.tie_embeddings else nn.Linear(config.width, config.vocab_size, bias=False)
         self._initialize()
 
     def _initialize(self) -> None:
@@ -160,10 +139,11 @@ class GPT(CausalLM):
                 f"this model has positions for {self.config.sequence_length} tokens, the batch has {length}. Build "
                 f"it with sequence_length={length}, or cut the sequences"
             )
-        x = self.dropout(self.token_embedding(tokens) + self.position_embedding.weight[:length])
+        x = self.token_embedding(tokens) + self.position_embedding.weight[:length]
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.token_embedding.weight if self.head is None else self.head.weight)
+        # No module of its own: a state dict holds the matrix once, under one name.
+        return F.linear(self.norm(x), self.token_embedding.weight)
 
 
 class HuggingFaceModel(CausalLM):

@@ -20,7 +20,7 @@ from gradsync.tools.llm.settings import TrainSettings
 from gradsync.tools.llm.tokens import TokenFile, prepare_tokens
 from gradsync.tools.llm.trainer import Interruption, Listener, Trainer, TrainingOutcome, make_accelerator
 
-__all__ = ["ElasticTrainer", "exit_code_of", "run", "run_elastic"]
+__all__ = ["ElasticTrainer", "run", "run_elastic"]
 
 T = TypeVar("T")
 
@@ -69,14 +69,6 @@ def _bring_together(accelerator: Accelerator, recorder: Recorder, folder: Path) 
         if text and accelerator.is_main_process:
             with contextlib.suppress(OSError):
                 write_lines(path, [text.decode()])
-
-
-def exit_code_of(outcome: TrainingOutcome) -> int:
-    """0 if all went well, 130 or 143 after Ctrl-C or SIGTERM, 1 if replicas differ."""
-    if outcome.signal:
-        # What a shell expects of a process that a signal has ended.
-        return 128 + outcome.signal
-    return 0 if outcome.proof.equal else 1
 
 
 def _on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:

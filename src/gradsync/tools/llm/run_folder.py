@@ -107,14 +107,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds one line. ``record`` has a ``kind`` (step, validation or note) and a ``step``."""
-        kind, step = record.get("kind"), record.get("step")
-        if kind not in KINDS or not isinstance(step, int):
-            raise ConfigurationError(
-                f"a record needs a kind ({', '.join(KINDS)}) and a whole number as step, but kind is {kind!r} and step "
-                f"is {step!r}"
-            )
+        assert record["kind"] in KINDS
         line = _as_json(record).encode()
-        self._last_step = step
+        self._last_step = record["step"]
         with _clear_errors(self.path / METRICS):
             self._write_line(line)
         if self._tensorboard is not None:

@@ -1,8 +1,11 @@
-"""The settings of a training run. Checked before anything is opened."""
+"""The settings of a training run, each declared once: its type and default, its option, and the values it accepts."""
+
+# ruff: noqa: RUF009 (what is called in the class makes its fields)
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -11,80 +14,100 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.core.reduction import reduction_by_name
 from gradsync.core.window.skip_vote import ON_BAD_STEP, OnBadStep
 
-__all__ = ["Precision", "TrainSettings", "option_of"]
+__all__ = ["HEADINGS", "RANKS", "Precision", "TrainOption", "TrainSettings", "option_of", "setting"]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
-AT_LEAST_1 = (
-    *("micro_batch", "grad_accum", "sequence_length", "checkpoint_every", "keep", "validate_every", "steps"),
-    *("replica_check", "min_ranks"),
-)
-# What is expected, and of which settings; None is always allowed.
-RULES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
-    "a whole number of at least 1": (lambda value: value >= 1, AT_LEAST_1),
-    "a whole number of at least 0": (lambda value: value >= 0, ("warmup",)),
-    "a finite number greater than 0": (
-        lambda value: 0 < value < math.inf,
-        ("learning_rate", "clip", "epochs", "bucket_mb"),
-    ),
-    "a finite number of at least 0": (lambda value: 0 <= value < math.inf, ("weight_decay",)),
-    "a whole number of at most 62 bits": (lambda value: abs(value) < 1 << 62, ("seed",)),
-    f"one of {', '.join(get_args(Precision))}": (get_args(Precision).__contains__, ("precision",)),
-    f"one of {', '.join(get_args(Overlap))}": (get_args(Overlap).__contains__, ("overlap",)),
-    f"one of {', '.join(ON_BAD_STEP)}": (ON_BAD_STEP.__contains__, ("on_bad_step",)),
-}
-
-
-# Settings whose option has another name.
-OPTIONS = {"micro_batch": "--batch", "sequence_length": "--length", "learning_rate": "--lr"}
+# Headings of the options in the help.
+HEADINGS = ("Model and data", "Batches and steps", "Optimization", "Ranks and communication", "Run folder")
 # Of --reduction: not a reduction of gradients.
 LOCAL = "local"
 
+# What a value must be, in words and as a test. None is always accepted.
+Rule = tuple[str, Callable[[Any], bool]]
+ANYTHING: Rule = ("anything", lambda value: True)
+COUNT: Rule = ("a whole number of at least 1", lambda value: value >= 1)
+WHOLE: Rule = ("a whole number of at least 0", lambda value: value >= 0)
+POSITIVE: Rule = ("a finite number greater than 0", lambda value: 0 < value < math.inf)
+NOT_NEGATIVE: Rule = ("a finite number of at least 0", lambda value: 0 <= value < math.inf)
+SEED: Rule = ("a whole number of at most 62 bits", lambda value: abs(value) < 1 << 62)
 
-def option_of(name: str) -> str:
-    """What a user of ``gradsync train`` calls a setting."""
-    return OPTIONS.get(name, f"--{name.replace('_', '-')}")
+
+def _one_of(values: tuple[str, ...]) -> Rule:
+    return f"one of {', '.join(values)}", values.__contains__
+
+
+PRECISION, OVERLAP, BAD_STEP = _one_of(get_args(Precision)), _one_of(get_args(Overlap)), _one_of(ON_BAD_STEP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOption:
+    """How a setting is given on the command line. Without a ``name`` the option is called like the setting."""
+
+    heading: str
+    help: str
+    rule: Rule
+    name: str
+
+
+def setting(heading: str, default: Any, text: str, rule: Rule = ANYTHING, name: str = "") -> Any:
+    """A field of a settings class that is also an option."""
+    return field(default=default, metadata={"option": TrainOption(heading=heading, help=text, rule=rule, name=name)})
+
+
+DATA, BATCH, LEARNING, RANKS, FOLDER = (partial(setting, heading) for heading in HEADINGS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     """One run. ``steps`` are optimizer steps; ``epochs`` may be given instead."""
 
-    model: str = "tiny"
-    data: str = "stdlib"
-    tokenizer: str | None = None
-    micro_batch: int = 8
-    grad_accum: int = 4
-    sequence_length: int = 128
-    steps: int | None = None
-    epochs: float | None = None
-    learning_rate: float = 1e-3
-    warmup: int = 20
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    precision: Precision = "fp32"
-    seed: int = 0
-    bucket_mb: float | None = None
-    reduction: str = "mean"
-    shard_optimizer: bool = False
-    overlap: Overlap | None = None
-    on_bad_step: OnBadStep | None = None
-    replica_check: int | None = None
-    elastic: bool = False
-    min_ranks: int = 1
-    run_folder: Path = Path("runs/train")
-    checkpoint_every: int = 100
-    keep: int = 2
-    resume: bool = False
-    validate_every: int = 50
-    tensorboard: bool = False
+    model: str = DATA("tiny", "nano, tiny, mini, gpt2, hf:NAME, or a folder.")
+    data: str = DATA("stdlib", "stdlib, a text file, a folder, or hf:NAME.")
+    tokenizer: str | None = DATA(None, "A Hugging Face tokenizer. Default: bytes.")
+    micro_batch: int = BATCH(8, "Sequences per micro-batch and rank.", COUNT, "--batch")
+    grad_accum: int = BATCH(4, "Micro-batches per step and rank.", COUNT)
+    sequence_length: int = BATCH(128, "Tokens per sequence.", COUNT, "--length")
+    steps: int | None = BATCH(None, "Optimizer steps. Default: 130, unless --epochs is given.", COUNT)
+    epochs: float | None = BATCH(None, "Passes over the data (instead of --steps).", POSITIVE)
+    learning_rate: float = LEARNING(1e-3, "Peak learning rate, after the warm-up.", POSITIVE, "--lr")
+    warmup: int = LEARNING(20, "Steps of the warm-up; a cosine decay follows.", WHOLE)
+    weight_decay: float = LEARNING(0.1, "Weight decay (AdamW).", NOT_NEGATIVE)
+    clip: float = LEARNING(1.0, "Maximum norm of the gradient.", POSITIVE)
+    precision: Precision = LEARNING("fp32", "fp32, bf16, fp16 or fp64.", PRECISION)
+    seed: int = LEARNING(0, "Random seed of weights, data order and dropout.", SEED)
+    elastic: bool = RANKS(False, "Continue when ranks are lost, and let new ranks join (needs torchft).")
+    min_ranks: int = RANKS(1, "With --elastic: minimum number of ranks; with fewer, training waits.", COUNT)
+    bucket_mb: float | None = RANKS(None, "Bucket size in MiB; measured without it.", POSITIVE)
+    reduction: str = RANKS(
+        "mean", "How gradients are sent: mean, bf16, fp16, int8, int4, sign, low-rank:4, top-k:0.01, auto, local:16."
+    )
+    shard_optimizer: bool = RANKS(
+        False, "Divide the update among ranks, and gather parameters during the next forward."
+    )
+    overlap: Overlap | None = RANKS(
+        None,
+        "Overlap communication with backward, next-forward, or auto (whichever is faster).",
+        OVERLAP,
+    )
+    on_bad_step: OnBadStep | None = RANKS(
+        None, "What to do if a rank's gradients are not finite: raise, skip or drop-rank.", BAD_STEP
+    )
+    replica_check: int | None = RANKS(
+        None, "Steps between comparisons of the replicas; a rank that differs is named.", COUNT
+    )
+    run_folder: Path = FOLDER(MISSING, "Folder for metrics, checkpoints and the report. Default: runs/TIME.")
+    resume: bool = FOLDER(False, "Continue from the newest checkpoint in --run-folder.")
+    checkpoint_every: int = FOLDER(100, "Steps between checkpoints.", COUNT)
+    keep: int = FOLDER(2, "Number of checkpoints to keep.", COUNT)
+    validate_every: int = FOLDER(50, "Steps between validations.", COUNT)
+    tensorboard: bool = FOLDER(False, "Also write TensorBoard events.")
 
     def __post_init__(self) -> None:
-        for expected, (holds, names) in RULES.items():
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not holds(value):
-                    raise ConfigurationError(f"{option_of(name)} must be {expected}, got {value!r}")
+        for each in fields(self):
+            value, (expected, accepts) = getattr(self, each.name), each.metadata["option"].rule
+            if value is not None and not accepts(value):
+                raise ConfigurationError(f"{option_of(each.name)} must be {expected}, got {value!r}")
         self._check_reduction()
         self._check_elastic()
         try:
@@ -139,3 +162,9 @@ class TrainSettings:
     def as_json(self) -> dict[str, Any]:
         """Plain values, for config.json and checkpoints."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+
+def option_of(name: str, settings: type = TrainSettings) -> str:
+    """What a user of ``gradsync train`` calls a setting."""
+    own = {each.name: each.metadata["option"].name for each in fields(settings)}
+    return own[name] or f"--{name.replace('_', '-')}"

@@ -50,6 +50,7 @@ MAGIC = b"gradtok1"
 TAIL = struct.Struct("<Q8s")
 # Tokenizers take time and memory for text in one piece: longer documents are encoded in pieces, cut at line ends.
 PIECE_BYTES = 1_000_000
+VALIDATION_SHARE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +82,12 @@ class TokenFile:
             return None
         return cls(path=path, tokens=torch.from_file(str(path), shared=False, size=count, dtype=dtype), **facts)
 
-    def split(self, validation: float = 0.01, *, at_least: int = 0) -> tuple[Tensor, Tensor]:
-        """Tokens to train on, and the tail to validate with: that share, and not less than ``at_least`` tokens.
+    def split(self, *, at_least: int = 0) -> tuple[Tensor, Tensor]:
+        """Tokens to train on, and the tail to validate with: a hundredth of all, and not less than ``at_least`` tokens.
 
         The tail is never more than half. Both are views of the mapped file.
         """
-        if not 0.0 <= validation < 1.0:
-            raise ConfigurationError(f"validation is a share of at least 0 and less than 1, got {validation!r}")
-        wanted = max(round(self.length * validation), at_least) if validation else 0
+        wanted = max(round(self.length * VALIDATION_SHARE), at_least)
         cut = self.length - min(wanted, self.length // 2)
         return self.tokens[:cut], self.tokens[cut:]
 
@@ -226,18 +225,11 @@ class BatchPlan:
     micro_batch: int
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        for name in ("sequence_length", "global_batch", "micro_batch"):
-            _check_whole(name, getattr(self, name), at_least=1)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigurationError(f"seed must be a whole number, got {self.seed!r}")
-
 
 class Batches:
     """One rank's part of every window. More ranks than ``global_batch`` are allowed: some have nothing to do then."""
 
     def __init__(self, tokens: Tensor, plan: BatchPlan, rank: int, world_size: int) -> None:
-        _check_place(rank, world_size)
         self.plan = plan
         self._rank = rank
         self._world_size = world_size
@@ -263,7 +255,6 @@ class Batches:
 
     def window(self, number: int) -> list[MicroBatch]:
         """This rank's micro-batches of window ``number``, counted from 0. Empty where there are too many ranks."""
-        _check_whole("the number of a window", number, at_least=0)
         count, begin = len(self._samples), number * self.plan.global_batch
         # The epochs of the whole window, not of this rank's share: all ranks do the same at the same time.
         epochs = range(begin // count, (begin + self.plan.global_batch - 1) // count + 1)
@@ -279,21 +270,16 @@ class Batches:
         return _micro_batches(self._samples, torch.cat(parts), self.plan)
 
 
-def validation_batches(
-    tokens: Tensor, plan: BatchPlan, limit: int | None = None, rank: int = 0, world_size: int = 1
-) -> list[MicroBatch]:
+def validation_batches(tokens: Tensor, plan: BatchPlan, limit: int, rank: int, world_size: int) -> list[MicroBatch]:
     """This rank's part of ``limit`` micro-batches at most, the same in every call, spread evenly over the tokens.
 
     The limit is that of all ranks together: the samples, and so their mean loss, do not depend on the number of ranks.
     Empty on a rank that has none, and where the tokens are too few for a sample.
     """
-    _check_place(rank, world_size)
-    if limit is not None:
-        _check_whole("limit", limit, at_least=1)
     if len(tokens) <= plan.sequence_length:
         return []
     samples = _samples_of(tokens, plan)
-    count = len(samples) if limit is None else min(limit * plan.micro_batch, len(samples))
+    count = min(limit * plan.micro_batch, len(samples))
     share = _share(count, rank, world_size)
     chosen = torch.arange(share.start, share.stop, dtype=torch.int64) * len(samples) // count
     return _micro_batches(samples, chosen, plan)
@@ -301,8 +287,6 @@ def validation_batches(
 
 def _samples_of(tokens: Tensor, plan: BatchPlan) -> Tensor:
     """All samples, as a view: one in each row. What is left over at the end is too short for one."""
-    if tokens.ndim != 1:
-        raise ConfigurationError(f"tokens must have one dimension, got the shape {tuple(tokens.shape)}")
     width = plan.sequence_length + 1
     count = len(tokens) // width
     if not count:
@@ -318,15 +302,3 @@ def _micro_batches(samples: Tensor, chosen: Tensor, plan: BatchPlan) -> list[Mic
     begins = range(0, len(chosen), plan.micro_batch)
     batches = [samples[chosen[begin : begin + plan.micro_batch]].to(torch.int64) for begin in begins]
     return [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in batches]
-
-
-def _check_place(rank: int, world_size: int) -> None:
-    _check_whole("world_size", world_size, at_least=1)
-    _check_whole("rank", rank, at_least=0)
-    if rank >= world_size:
-        raise ConfigurationError(f"ranks count from 0 to {world_size - 1} in a world of {world_size}, got rank {rank}")
-
-
-def _check_whole(name: str, value: int, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigurationError(f"{name} must be a whole number of at least {at_least}, got {value!r}")

@@ -71,6 +71,11 @@ class TrainingOutcome:
     proof: ReplicaProof
     validation_loss: float | None
 
+    @property
+    def exit_code(self) -> int:
+        """0 if all went well, 128 + n after signal n as in a shell, 1 if replicas differ."""
+        return 128 + self.signal if self.signal else int(not self.proof.equal)
+
 
 class Listener:
     """Callbacks of a run, on rank 0. These do nothing."""

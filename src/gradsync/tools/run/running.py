@@ -5,9 +5,8 @@ as Transformers build on, through many names that only Accelerate has. So ``acce
 script and any other code that is not installed, and Accelerate's own for installed libraries; that one wraps models in
 torch's class by name, which is ours. Accelerate need not be installed, and is imported when the script asks for it.
 
-A process started by ``torch.multiprocessing.spawn`` imports the script first, which looks up torch's class. So our
-settings travel in what its parent sends ahead of that: unpickling them begins the watch. Any other Python gets them
-through the environment; see :mod:`gradsync.tools.run.startup.sitecustomize`.
+Processes that the script starts get the settings through the environment, and are observed from their import of torch
+on: see :mod:`gradsync.tools.run.startup.sitecustomize`.
 """
 
 import atexit
@@ -25,7 +24,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -66,11 +64,10 @@ COLLECTIVES = (
 )
 # Installed packages, wherever they are: of another Python than this one, by PYTHONPATH or a .pth.
 PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
-# By which spawned processes get their settings, and where other Pythons that start find what reads them.
-SPAWN_KEY = "gradsync_run"
+# Where Pythons that start find what reads the settings.
 STARTUP = str(Path(__file__).parent / "startup")
-# Before torch's own finalizers, and those of queues: nothing of theirs is needed here.
-PRIORITY = 100
+# Of multiprocessing's finalizers: nothing of what queues and torch do at the end is needed here.
+BEFORE_QUEUES = 100
 
 
 class Running:
@@ -268,9 +265,6 @@ class ChildSettings:
     keep: bool
     folder: Path
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _begin_child, (self.keep, str(self.folder))
-
 
 # What watches this process: the settings may be exchanged, as by a `gradsync run` inside of another one.
 _current: list[tuple[Running, ChildSettings]] = []
@@ -278,7 +272,8 @@ _current: list[tuple[Running, ChildSettings]] = []
 
 def begin_with_children(settings: ChildSettings) -> Running:
     """Watch this process, and those that it starts."""
-    os.environ[CHILD_SETTINGS] = json.dumps({"keep": settings.keep, "folder": str(settings.folder)})
+    told = {"module": __name__, "keep": settings.keep, "folder": str(settings.folder)}
+    os.environ[CHILD_SETTINGS] = json.dumps(told)
     paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each != STARTUP]
     os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *paths])
     if _current:
@@ -287,22 +282,26 @@ def begin_with_children(settings: ChildSettings) -> Running:
     running = Running(keep=settings.keep)
     running.begin()
     _current.append((running, settings))
-    prepare = spawn.get_preparation_data
-
-    def with_settings(name: str) -> dict[str, Any]:
-        return prepare(name) | {SPAWN_KEY: _current[0][1]}
-
-    spawn.get_preparation_data = with_settings
     return running
 
 
-def begin_started(text: str) -> None:
-    """Watch this process, which a watched one has started with ``text`` in its environment."""
+def begin_started(keep: bool, folder: str) -> None:
+    """Watch this process, which a watched one has started."""
     if _current:
         return
-    chosen = json.loads(text)
-    settings = ChildSettings(keep=chosen["keep"], folder=Path(chosen["folder"]))
-    atexit.register(_end_child, begin_with_children(settings), settings, os.getpid())
+    settings = ChildSettings(keep=keep, folder=Path(folder))
+    running = begin_with_children(settings)
+    atexit.register(_end_child, running, settings, os.getpid())
+    # This may be the server of multiprocessing's forkserver: it has imported the script, and forks the ranks.
+    multiprocessing.util.register_after_fork(running, functools.partial(_begin_forked, settings=settings))
+
+
+def _begin_forked(running: Running, settings: ChildSettings) -> None:
+    """Account for a process that multiprocessing has forked, unless what it has wrapped is what its parent has."""
+    if not running.account().wrappers:
+        # Such a process runs nothing of atexit.
+        end = (running, settings, os.getpid())
+        multiprocessing.util.Finalize(None, _end_child, end, exitpriority=BEFORE_QUEUES)
 
 
 def warn_if_ranks_are_started() -> None:
@@ -325,16 +324,8 @@ def warn_if_ranks_are_started() -> None:
     processes.spawn = spawn_of_a_rank
 
 
-def _begin_child(keep: bool, folder: str) -> ChildSettings:
-    settings = ChildSettings(keep=keep, folder=Path(folder))
-    # Watched by its environment already, it is not watched twice; but what is run at its end is not that of atexit.
-    running = begin_with_children(settings)
-    multiprocessing.util.Finalize(None, _end_child, (running, settings, os.getpid()), exitpriority=PRIORITY)
-    return settings
-
-
 def _end_child(running: Running, settings: ChildSettings, process: int) -> None:
-    """A process that wrapped nothing, as a worker of a loader, has no account; nor has one that was forked."""
+    """A process that wrapped nothing, as a worker of a loader, has no account; nor has one that os.fork made."""
     account = running.account()
     if account.wrappers and os.getpid() == process and _current[0][1] is settings:
         # The folder is gone where rank 0 has not waited.

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,7 @@ __all__ = ["PhaseClock", "WatchedWrapper", "watched"]
 ASKED = 12
 # Of those that it has measured, the first ones are not like the others.
 WARM_UP = 2
+COUNTED = ("steps", "backwards", "synchronized", "wasted", "collectives", "broadcasts")
 
 
 class PhaseClock:
@@ -65,22 +67,17 @@ class PhaseClock:
     @contextmanager
     def inside(self, phase: str) -> Iterator[None]:
         """What runs meanwhile belongs to the phase, but for what belongs to another one inside."""
-        if not self.is_mine():
-            yield
-            return
-        if phase == FORWARD and self._since is None:
-            self._since = self._now()
-        self._count()
-        self._inside.append(phase)
+        self.enter(phase)
         try:
             yield
         finally:
-            self._count()
-            self._inside.pop()
+            self.leave(phase)
 
     def enter(self, phase: str) -> None:
         """Enter a phase as :meth:`inside` does, for hooks at the beginning and at the end."""
         if self.is_mine():
+            if phase == FORWARD and self._since is None:
+                self._since = self._now()
             self._count()
             self._inside.append(phase)
 
@@ -115,23 +112,22 @@ class WatchedWrapper(ABC):
         self._parameters = sum(each.numel() for each in parameters)
         self._nbytes = sum(each.numel() * each.element_size() for each in parameters)
         self.parameter_ids = {id(each) for each in parameters}
-        self._steps = self._backwards = self._synchronized = self._wasted = self._broadcasts = 0
+        self._counts: Counter[str] = Counter()
         # Of the window that has not ended yet.
-        self._open_backwards = self._open_synchronized = self._open_collectives = 0
+        self._window: Counter[str] = Counter()
         # What was remembered of forwards whose backward has come since the last look.
         self._reached: list[bool] = []
         # A step that runs backwards itself has run one.
         self._stepping = False
         # Seconds of backwards that synchronized and of those that did not, each with their number.
         self._took: dict[bool, tuple[float, int]] = {True: (0.0, 0), False: (0.0, 0)}
-        self._collectives = 0
         self._facts: tuple[int, float | None, float | None] = (0, None, None)
 
     def before_forward(self) -> None:
         wrapper = self._wrapper()
         if wrapper is not None and wrapper.will_sync_module_buffers():
-            self._broadcasts += 1
-        if self._open_backwards and not self._has_gradients():
+            self._counts["broadcasts"] += 1
+        if self._window["backwards"] and not self._has_gradients():
             self._end_window()
 
     def after_forward(self, output: Any) -> None:
@@ -154,11 +150,10 @@ class WatchedWrapper(ABC):
         reached, synchronized = self._look()
         if not reached:
             return
-        self._open_backwards += 1
-        self._open_synchronized += synchronized
+        self._window["backwards"] += 1
         before, number = self._took[synchronized > 0]
         self._took[synchronized > 0] = (before + seconds, number + 1)
-        self._open_collectives += synchronized * self._collectives_each()
+        self._count(synchronized)
         if inside_step:
             self._end_window()
             self._stepping = True
@@ -166,22 +161,22 @@ class WatchedWrapper(ABC):
     def step(self) -> bool:
         """An optimizer has stepped on parameters of the model; whether that ended a window."""
         # A synchronization may have waited for the step.
-        late = self._look()[1]
-        self._open_synchronized += late
-        self._open_collectives += late * self._collectives_each()
-        if not self._open_backwards and not self._stepping:
+        self._count(self._look()[1])
+        if not self._window["backwards"] and not self._stepping:
             return False
         self._end_window()
         self._stepping = False
-        self._steps += 1
+        self._counts["steps"] += 1
         return True
 
+    def _count(self, synchronized: int) -> None:
+        self._window["synchronized"] += synchronized
+        self._window["collectives"] += synchronized * self._collectives_each()
+
     def _end_window(self) -> None:
-        self._backwards += self._open_backwards
-        self._synchronized += self._open_synchronized
-        self._wasted += max(0, self._open_synchronized - 1)
-        self._collectives += self._open_collectives
-        self._open_backwards = self._open_synchronized = self._open_collectives = 0
+        self._counts.update(self._window)
+        self._counts["wasted"] += max(0, self._window["synchronized"] - 1)
+        self._window.clear()
 
     def _has_gradients(self) -> bool:
         return any(each is not None and each.grad is not None for each in (trained() for trained in self._trained))
@@ -194,12 +189,7 @@ class WatchedWrapper(ABC):
             parameters=self._parameters,
             nbytes=self._nbytes,
             buckets=buckets,
-            steps=self._steps,
-            backwards=self._backwards,
-            synchronized=self._synchronized,
-            wasted=self._wasted,
-            collectives=self._collectives,
-            broadcasts=self._broadcasts,
+            **{name: self._counts[name] for name in COUNTED},
             backward_with=_mean(self._took[True]),
             backward_without=_mean(self._took[False]),
             communication=communication,

@@ -11,6 +11,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from typing import Any
 __all__ = ["CHILD_SETTINGS", "after_import"]
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-# The environment variable with the settings of `gradsync run`, for processes that a script starts.
+# The environment variable with the settings of `gradsync run`, for processes that a script starts: as JSON, with the
+# name of the module that observes them.
 CHILD_SETTINGS = "GRADSYNC_RUN_CHILDREN"
 
 
@@ -68,12 +70,13 @@ def _begin(module: ModuleType) -> None:
     # While gradsync is being imported it is not complete: its own turn comes at its end.
     if module.__name__ == "torch" and "gradsync" in sys.modules:
         return
+    settings = json.loads(os.environ[CHILD_SETTINGS])
     try:
-        running = importlib.import_module("gradsync.tools.run.running")
+        observer = importlib.import_module(settings.pop("module"))
     except ImportError:
         # Another Python, which has no gradsync.
         return
-    running.begin_started(os.environ[CHILD_SETTINGS])
+    observer.begin_started(**settings)
 
 
 def _give_way() -> None:
