@@ -26,7 +26,7 @@ from torch import nn
 from gradsync.errors import ConfigurationError
 from gradsync.observe.charts.canvas import canvas
 from gradsync.tools.bench.measure import CellRounds, Steady
-from gradsync.tools.bench.peers import PEERS
+from gradsync.tools.bench.peers import DDP, OVERLAPPED, PEERS, SHARDED, ZERO, Gradsync
 from gradsync.tools.bench.record import (
     EVERY,
     LIMITS,
@@ -277,11 +277,19 @@ def run_tiny(out: Path, *scenarios: Tiny, no_lab: str = "") -> BenchOutcome:
     return run(RunPlan(scenarios=scenarios, out=out, no_lab=no_lab), BenchScreen())
 
 
+ALL_PEERS = {
+    **PEERS,
+    SHARDED: Gradsync(name=SHARDED, gathers="next-forward"),
+    OVERLAPPED: Gradsync(name=OVERLAPPED, late_means=True),
+    ZERO: DDP(name=ZERO, tuned=True, shares_state=True),
+}
+
+
 def all_peers(rounds: CellRounds) -> None:
     """Every peer trains the same model, with windows of two, and must end with the same weights."""
     inputs = torch.full((4, 8), float(rounds.rank + 1))
     steps, models = {}, {}
-    for name, peer in PEERS.items():
+    for name, peer in ALL_PEERS.items():
         reason = peer.absent()
         if reason is not None:
             rounds.absent(name, reason)
@@ -291,9 +299,11 @@ def all_peers(rounds: CellRounds) -> None:
         wrapped = peer.wrap(model, partial(torch.optim.SGD, lr=0.1), window=2)
         pattern = Pattern.NO_SYNC if wrapped.accumulate is None else Pattern.ACCUMULATE
         steps[name] = window_step(wrapped, lambda module: module(inputs).square().mean(), count=2, pattern=pattern)
-        models[name] = wrapped.model
+        models[name] = wrapped
     rounds.run(steps)
-    weights = {name: weights_of(model) for name, model in models.items()}
+    for wrapped in models.values():
+        wrapped.flush()
+    weights = {name: weights_of(wrapped.model) for name, wrapped in models.items()}
     for name, other in weights.items():
         close = torch.allclose(other, weights["gradsync"], rtol=1e-6, atol=1e-7)
         assert close == (name != "no wrapper"), f"{name} has trained another model"
@@ -311,7 +321,7 @@ def test_a_scenario_from_its_ranks_to_its_report(tmp_path: Path) -> None:
     assert not outcome.interrupted
     (record,) = outcome.folder.records("tiny")
     assert record.outcome == "done"
-    assert {*record.samples, *record.absent} == set(PEERS)
+    assert {*record.samples, *record.absent} == set(ALL_PEERS)
     for variant, taken in record.samples.items():
         assert sorted(taken) == [0, 1]
         assert all(sample.seconds > 0 for sample in taken.values()), variant

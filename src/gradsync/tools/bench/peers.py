@@ -150,7 +150,7 @@ class Gradsync(Peer):
             framed_backward=wrapper.backward,
         )
         if self.gathers is not None:
-            wrapped.optimizer = ShardedOptimizer(wrapped.optimizer(wrapper.parameters()), wrapper, mode=self.gathers)
+            wrapped.optimizer = ShardedOptimizer(wrapped.optimizer, wrapper, mode=self.gathers)
         elif self.late_means:
             wrapped.optimizer = OverlappedOptimizer(wrapped.optimizer, wrapper)
         wrapped.flush = getattr(wrapped.optimizer, "flush", wrapped.flush)
