@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from gradsync.errors import ConfigurationError
 from gradsync.lab import Lab
-from gradsync.tools.bench.faults.judging import CASES, RANKS, ElasticJudge, Fault, FaultOutcome, Judge, Limits
-from gradsync.tools.bench.faults.program import SETUPS, TogetherAgain, TrialSettings
-from gradsync.tools.bench.faults.trials import Trial, outcomes
+from gradsync.tools.bench.fault_outcomes import ElasticJudge, FaultOutcome, Judge, Limits
+from gradsync.tools.bench.fault_program import CASES, RANKS, Fault, TogetherAgain, TrialSettings
+from gradsync.tools.bench.fault_trials import SETUPS, Trial, outcomes
 from gradsync.tools.bench.measure import Progress
 from gradsync.tools.bench.record import Cell, CellRecord, ResultFolder, RowFile
 from gradsync.tools.bench.report import BenchScreen

@@ -20,11 +20,10 @@ import gradsync
 from gradsync.errors import ConfigurationError
 from gradsync.lab import LabError, SharedGpu
 from gradsync.tools.bench import runner
-from gradsync.tools.bench.device import CPU, Cuda, Device, GpuSharing, place_of
-from gradsync.tools.bench.measure import CellRounds
+from gradsync.tools.bench.measure import CPU, CellRounds, Cuda, Device
 from gradsync.tools.bench.record import Cell, CellRecord, RowFile
 from gradsync.tools.bench.report import REPORT, BenchScreen
-from gradsync.tools.bench.runner import Placement, RunPlan, run
+from gradsync.tools.bench.runner import GpuSharing, Placement, RunPlan, place_of, run
 from gradsync.tools.bench.scenario import Scenario, gpu_cell
 from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
 from gradsync.tools.lab import emulated

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from gradsync.errors import ConfigurationError
 from gradsync.lab import fork_ranks
-from gradsync.tools.bench.device import PeakMemory, used_bytes
-from gradsync.tools.bench.measure import CellRounds
+from gradsync.tools.bench.measure import CellRounds, PeakMemory, used_bytes
 from gradsync.tools.bench.peers import FSDP2Replicate, Gradsync, blocks_of
 from gradsync.tools.bench.record import Cell, CellRecord, ResultFolder
 from gradsync.tools.bench.scenario import Scenario

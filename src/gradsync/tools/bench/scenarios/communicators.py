@@ -20,8 +20,7 @@ from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.observe.charts.canvas import colour, limit_line
 from gradsync.observe.charts.kinds import Series, draw_curves
 from gradsync.observe.charts.numbers import size as size_words
-from gradsync.tools.bench.device import Device
-from gradsync.tools.bench.measure import CellRounds, Step
+from gradsync.tools.bench.measure import CellRounds, Device, Step
 from gradsync.tools.bench.record import Cell, CellRecord, percent, ring_bytes
 from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, gpu_cell, known, picture
 from gradsync.tools.bench.workload import MIB, repeated
