@@ -32,9 +32,7 @@ from gradsync.tools.bench.record import (
     LIMITS,
     Cell,
     CellRecord,
-    ResultFolder,
     RowFile,
-    percentile,
     ratio,
     read_records,
     ring_bytes,
@@ -46,7 +44,7 @@ from gradsync.tools.bench.scenario import Picture, Scenario, Table, colour_of, t
 from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
 from gradsync.tools.bench.workload import Pattern, window_step
 from gradsync.tools.cli import main
-from tests.tools.test_bench_words import VARIANTS
+from tests.tools.bench_samples import VARIANTS, record_of, stored
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -55,15 +53,6 @@ samples = st.lists(seconds, min_size=1, max_size=40)
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------
-
-
-@given(samples, st.floats(0, 1), st.floats(0, 1))
-def test_percentiles_lie_in_order_between_the_values(values: list[float], one: float, other: float) -> None:
-    low, high = sorted((one, other))
-    assert min(values) <= percentile(values, low) <= percentile(values, high) <= max(values)
-    assert percentile(values, 0) == min(values)
-    assert percentile(values, 1) == max(values)
-    assert percentile(values, 0.5) == pytest.approx(stdlib.median(values))
 
 
 @given(samples, st.floats(1e-3, 1e3))
@@ -104,8 +93,6 @@ def test_the_interval_shrinks_with_more_rounds() -> None:
 def test_nothing_to_compare_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least one round in which both"):
         ratio({0: 1.0}, {1: 1.0})
-    with pytest.raises(ConfigurationError, match="needs values"):
-        percentile([], 0.5)
 
 
 def test_the_least_that_averaging_takes() -> None:
@@ -121,39 +108,18 @@ def test_the_least_that_averaging_takes() -> None:
 # -- what a folder keeps ----------------------------------------------------------------------------------------------
 
 
-def made_folder(path: Path, scenarios: Sequence[Scenario]) -> ResultFolder:
-    """Results of scenarios, as a run would have left them, with made-up times."""
-    folder = ResultFolder.create(path)
-    folder.write_config(
-        {"scenarios": [each.name for each in scenarios], "quick": True, "machine": {"cores": 2}, "versions": {"a": "1"}}
-    )
-    return folder
-
-
-def write_cell(folder: ResultFolder, scenario: str, cell: Cell, times: dict[str, list[float]], **facts: Any) -> None:
-    parts = {"forward": 0.01, "backward": 0.02, "exposed": 0.005, "optimizer": 0.001}
-    with folder.rows(scenario) as rows:
-        rows.cell(cell)
-        for name, value in facts.items():
-            rows.fact(name, value)
-        for variant, values in times.items():
-            for number, value in enumerate(values):
-                rows.write("sample", variant=variant, round=number, seconds=value, ranks=[value], sent=10, parts=parts)
-        rows.write("done")
-
-
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
-    folder = made_folder(tmp_path / "results", [])
     cell = Cell(name="two hosts", hosts=2, rate="400mbit", ranks=4, options={"layers": 3})
     bounds = {"compute": "alone", "wire": {"b": 0.5, EVERY: 0.05}}
-    write_cell(folder, "made", cell, {"alone": [0.1, 0.1], "a": [0.2, 0.3], "b": [0.4, 0.9]}, limits=bounds)
+    made = record_of(cell, {"alone": [0.1, 0.1], "a": [0.2, 0.3], "b": [0.4, 0.9]}, limits=bounds)
+    folder = stored(tmp_path / "results", {"made": [made]})
     (record,) = folder.records("made")
     assert record.cell == cell
     assert cell.ranks_per_host == 2
     assert record.outcome == "done"
     assert record.seconds("a") == {0: 0.2, 1: 0.3}
     assert record.ratio("b", "a").median == 2.5
-    assert record.part("a", "backward") == 0.02
+    assert record.part("a", "backward") == pytest.approx(0.025)
     assert record.part("a", "unheard of") == 0
     assert [record.limit(name) for name in ("alone", "a", "b")] == [0.1, 0.1, 0.5]
     assert record.facts[LIMITS] == bounds
@@ -161,8 +127,7 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_cut_off_costs_only_itself(tmp_path: Path) -> None:
-    folder = made_folder(tmp_path / "results", [])
-    write_cell(folder, "made", Cell(name="cell"), {"a": [0.2, 0.3]})
+    folder = stored(tmp_path / "results", {"made": [record_of(Cell(name="cell"), {"a": [0.2, 0.3]})]})
     path = folder.path / "made.jsonl"
     whole = path.read_text()
     path.write_text(whole[: whole.rindex('"done"')])
@@ -190,11 +155,13 @@ OWN = tuple(find_scenarios(name)[0] for name in ("accumulation", "overlap", "ski
 
 @pytest.mark.program
 def test_a_report_is_drawn_from_stored_lines(tmp_path: Path) -> None:
-    folder = made_folder(tmp_path / "results", OWN)
-    for scenario in OWN:
-        for cell in scenario.cells(quick=True):
-            times = {name: [0.1 + 0.01 * place, 0.2] for place, name in enumerate(VARIANTS[scenario.name])}
-            write_cell(folder, scenario.name, cell, times, limits={"compute": "no wrapper", "wire": {EVERY: 0.05}})
+    limits = {"compute": "no wrapper", "wire": {EVERY: 0.05}}
+    times = {scenario: {name: [0.1, 0.2] for name in names} for scenario, names in VARIANTS.items()}
+    records = {
+        scenario.name: [record_of(cell, times[scenario.name], limits=limits) for cell in scenario.cells(quick=True)]
+        for scenario in OWN
+    }
+    folder = stored(tmp_path / "results", records)
     sections = build_report(folder, OWN)
     page = (folder.path / REPORT).read_text()
     for section, scenario in zip(sections, OWN, strict=True):
@@ -213,9 +180,9 @@ def test_a_report_is_drawn_from_stored_lines(tmp_path: Path) -> None:
 
 
 def test_a_scenario_that_cannot_be_drawn_leaves_the_others_alone(tmp_path: Path) -> None:
-    folder = made_folder(tmp_path / "results", [Tiny(draws=False), OWN[2]])
-    write_cell(folder, "tiny", Cell(name="cell"), {"a": [0.1]})
-    write_cell(folder, "skip-sync", Cell(name="cell"), {name: [0.1] for name in VARIANTS["skip-sync"]})
+    cell, names = Cell(name="cell"), VARIANTS["skip-sync"]
+    records = {"tiny": [record_of(cell, {"a": 0.1})], "skip-sync": [record_of(cell, dict.fromkeys(names, 0.1))]}
+    folder = stored(tmp_path / "results", records)
     broken, whole = build_report(folder, [Tiny(draws=False), OWN[2]])
     assert broken.failed
     assert "no pictures today" in broken.notes[0]
@@ -442,8 +409,8 @@ def test_bad_input_is_one_line(
 def test_a_folder_is_drawn_again_by_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = made_folder(tmp_path / "results", [OWN[2]])
-    write_cell(folder, "skip-sync", Cell(name="a cell"), {name: [0.1, 0.2] for name in VARIANTS["skip-sync"]})
+    record = record_of(Cell(name="a cell"), dict.fromkeys(VARIANTS["skip-sync"], 0.1))
+    folder = stored(tmp_path / "results", {"skip-sync": [record]})
     assert run_command(monkeypatch, "report", str(folder.path)) == 0
     assert "a cell" in capsys.readouterr().out
     assert (folder.path / REPORT).is_file()

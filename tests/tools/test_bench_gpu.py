@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +21,14 @@ from gradsync.errors import ConfigurationError
 from gradsync.lab import LabError, SharedGpu
 from gradsync.tools.bench import runner
 from gradsync.tools.bench.measure import CPU, CellRounds, Cuda, Device
-from gradsync.tools.bench.record import Cell, CellRecord, RowFile
+from gradsync.tools.bench.record import Cell, RowFile
 from gradsync.tools.bench.report import REPORT, BenchScreen
 from gradsync.tools.bench.runner import GpuSharing, Placement, RunPlan, place_of, run
 from gradsync.tools.bench.scenario import Scenario, gpu_cell
 from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
 from gradsync.tools.lab import emulated
 from gradsync.tools.lab.emulated import transformer
+from tests.tools.bench_samples import Written
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -224,34 +225,13 @@ def test_cells_over_nccl_run_to_their_report(tmp_path: Path, name: str) -> None:
 # -- records and reports ----------------------------------------------------------------------------------------------
 
 
-class Pretended(Scenario):
-    """Its cells are over NCCL, and nothing is measured."""
-
-    name, title, source, question, slug = "pretended", "Pretended", "own", "Where was it?", "pretended"
-    baseline = "ours"
-
-    def cells(self, *, quick: bool) -> list[Cell]:
-        return []
-
-    def gpu_cells(self, *, quick: bool) -> list[Cell]:
-        return [gpu_cell(f"{ranks} ranks", quick=quick, step_seconds=0.0, ranks=ranks) for ranks in (1, 2)]
-
-    def drive(self, cell: Cell, ranks: Any, rows: RowFile, progress: Any) -> None:
-        rows.fact("gpu", "NVIDIA H200")
-        for number in range(cell.rounds):
-            rows.write("sample", variant="ours", round=number, seconds=0.1, ranks=[], sent=0, parts={})
-
-    def pictures(self, records: Sequence[CellRecord]) -> list[Any]:
-        return []
-
-
 def test_records_and_the_report_say_how_the_gpu_was_shared(tmp_path: Path) -> None:
     note = "MPS is not used, so ranks take turns"
     placement = Placement(gpus=1, sharing=GpuSharing.SLICES, notes=[note])
     console = Console(file=io.StringIO(), width=160)
-    plan = RunPlan(scenarios=[Pretended()], out=tmp_path / "out", placement=placement)
+    plan = RunPlan(scenarios=[Written()], out=tmp_path / "out", placement=placement)
     outcome = run(plan, BenchScreen(console))
-    lines = [json.loads(line) for line in (outcome.folder.path / "pretended.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (outcome.folder.path / "written.jsonl").read_text().splitlines()]
     cells = [line for line in lines if line["kind"] == "cell"]
     assert [(cell["device"], cell["sharing"], cell["block"]) for cell in cells] == [
         ("cuda", "one GPU per rank", 3),
@@ -267,25 +247,25 @@ def test_records_and_the_report_say_how_the_gpu_was_shared(tmp_path: Path) -> No
     # What was measured one way is not gone on with in another.
     other = replace(plan, resumes=True, placement=replace(placement, sharing=GpuSharing.MPS))
     again = run(other, BenchScreen(Console(file=io.StringIO())))
-    names = [record.cell.name for record in again.folder.records("pretended")]
+    names = [record.cell.name for record in again.folder.records("written")]
     assert names == ["1 ranks, one GPU per rank", "2 ranks, one GPU, time slices", "2 ranks, one GPU, MPS"]
 
 
 def test_a_run_without_a_report_keeps_its_lines_and_can_be_drawn_later(tmp_path: Path) -> None:
-    plan = RunPlan(scenarios=[Pretended()], out=tmp_path / "out", placement=TWO, reports=False)
+    plan = RunPlan(scenarios=[Written()], out=tmp_path / "out", placement=TWO, reports=False)
     outcome = run(plan, BenchScreen(Console(file=io.StringIO())))
     assert (outcome.sections, outcome.failed) == ([], [])
     assert not (outcome.folder.path / REPORT).exists()
-    assert len(outcome.folder.records("pretended")) == 2
+    assert len(outcome.folder.records("written")) == 2
 
 
 def test_a_run_whose_time_is_over_begins_no_cell(tmp_path: Path) -> None:
-    plan = RunPlan(scenarios=[Pretended()], out=tmp_path / "out", placement=TWO, minutes=1e-9, reports=False)
+    plan = RunPlan(scenarios=[Written()], out=tmp_path / "out", placement=TWO, minutes=1e-9, reports=False)
     console = Console(file=io.StringIO(), width=300)
-    assert run(plan, BenchScreen(console)).folder.records("pretended") == []
+    assert run(plan, BenchScreen(console)).folder.records("written") == []
     assert console.file.getvalue().count("is left for --resume") == 2  # type: ignore[attr-defined]
     later = run(replace(plan, minutes=None, resumes=True), BenchScreen(console))
-    assert [record.outcome for record in later.folder.records("pretended")] == ["done", "done"]
+    assert [record.outcome for record in later.folder.records("written")] == ["done", "done"]
 
 
 # -- going on ---------------------------------------------------------------------------------------------------------
