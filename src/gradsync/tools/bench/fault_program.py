@@ -42,26 +42,7 @@ from gradsync.tools.bench.peers import (
     torchft_manager,
 )
 
-__all__ = [
-    "AFTERWARDS",
-    "CASES",
-    "CHECKPOINT_EVERY",
-    "CUT_LINK",
-    "ELASTIC",
-    "EVENTS",
-    "FINGERPRINTS_EVERY",
-    "HOST",
-    "MONITORED",
-    "PAUSE_SECONDS",
-    "PROGRAM",
-    "RANKS",
-    "REPLICA",
-    "TORCHFT",
-    "WRONG_NUMBERS",
-    "Fault",
-    "TogetherAgain",
-    "TrialSettings",
-]
+__all__ = ["CASES", "PROGRAM", "RANKS", "Fault", "TogetherAgain", "TrialSettings"]
 
 PROGRAM = "gradsync.tools.bench.fault_program"
 ELASTIC, TORCHFT = "gradsync elastic", "torchft"

@@ -410,10 +410,8 @@ def _by_block(apply: Callable[..., Any], model: nn.Module, names: tuple[str, ...
 
 def blocks_of(model: nn.Module) -> list[list[nn.Module]]:
     """What FSDP2 synchronizes together: the modules of every block, a child of the model or of a container in it."""
-    blocks: list[nn.Module] = []
-    for child in model.children():
-        blocks.extend([child] if _is_called(child) else child.children())
-    groups = [[module for module in _called_in(block) if _has_parameters(module)] for block in blocks]
+    blocks = [block for child in model.children() for block in ([child] if _is_called(child) else child.children())]
+    groups = [[module for module in _called_in(block) if any(True for _ in module.parameters())] for block in blocks]
     return [group for group in groups if group]
 
 
@@ -425,10 +423,6 @@ def _called_in(module: nn.Module) -> list[nn.Module]:
 
 def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 # By name, in the order in which tables show them.
