@@ -384,7 +384,6 @@ def test_every_scenario_is_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["overlap", "--list"], "--list stands alone"),
         (["faults", "--device", "cuda"], "faults runs on CPU ranks only: leave --device cuda out"),
         (["overlap", "--device", "gpu"], "--device is cpu or cuda, got 'gpu'"),
-        (["overlap", "--device", "cuda", "--cases", "2 hosts, 400 Mbit/s"], "hosts and links are those of CPU ranks"),
     ],
 )
 def test_bad_input_is_one_line(
