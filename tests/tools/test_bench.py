@@ -26,15 +26,13 @@ from torch import nn
 from gradsync.errors import ConfigurationError
 from gradsync.observe.charts.canvas import canvas
 from gradsync.tools.bench.measure import CellRounds, Steady
-from gradsync.tools.bench.peers import PEERS
+from gradsync.tools.bench.peers import DDP, OVERLAPPED, PEERS, SHARDED, ZERO, Gradsync
 from gradsync.tools.bench.record import (
     EVERY,
     LIMITS,
     Cell,
     CellRecord,
-    ResultFolder,
     RowFile,
-    percentile,
     ratio,
     read_records,
     ring_bytes,
@@ -46,7 +44,7 @@ from gradsync.tools.bench.scenario import Picture, Scenario, Table, colour_of, t
 from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
 from gradsync.tools.bench.workload import Pattern, window_step
 from gradsync.tools.cli import main
-from tests.tools.test_bench_words import VARIANTS
+from tests.tools.bench_samples import VARIANTS, record_of, stored
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -55,15 +53,6 @@ samples = st.lists(seconds, min_size=1, max_size=40)
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------
-
-
-@given(samples, st.floats(0, 1), st.floats(0, 1))
-def test_percentiles_lie_in_order_between_the_values(values: list[float], one: float, other: float) -> None:
-    low, high = sorted((one, other))
-    assert min(values) <= percentile(values, low) <= percentile(values, high) <= max(values)
-    assert percentile(values, 0) == min(values)
-    assert percentile(values, 1) == max(values)
-    assert percentile(values, 0.5) == pytest.approx(stdlib.median(values))
 
 
 @given(samples, st.floats(1e-3, 1e3))
@@ -104,8 +93,6 @@ def test_the_interval_shrinks_with_more_rounds() -> None:
 def test_nothing_to_compare_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="at least one round in which both"):
         ratio({0: 1.0}, {1: 1.0})
-    with pytest.raises(ConfigurationError, match="needs values"):
-        percentile([], 0.5)
 
 
 def test_the_least_that_averaging_takes() -> None:
@@ -121,39 +108,18 @@ def test_the_least_that_averaging_takes() -> None:
 # -- what a folder keeps ----------------------------------------------------------------------------------------------
 
 
-def made_folder(path: Path, scenarios: Sequence[Scenario]) -> ResultFolder:
-    """Results of scenarios, as a run would have left them, with made-up times."""
-    folder = ResultFolder.create(path)
-    folder.write_config(
-        {"scenarios": [each.name for each in scenarios], "quick": True, "machine": {"cores": 2}, "versions": {"a": "1"}}
-    )
-    return folder
-
-
-def write_cell(folder: ResultFolder, scenario: str, cell: Cell, times: dict[str, list[float]], **facts: Any) -> None:
-    parts = {"forward": 0.01, "backward": 0.02, "exposed": 0.005, "optimizer": 0.001}
-    with folder.rows(scenario) as rows:
-        rows.cell(cell)
-        for name, value in facts.items():
-            rows.fact(name, value)
-        for variant, values in times.items():
-            for number, value in enumerate(values):
-                rows.write("sample", variant=variant, round=number, seconds=value, ranks=[value], sent=10, parts=parts)
-        rows.write("done")
-
-
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
-    folder = made_folder(tmp_path / "results", [])
     cell = Cell(name="two hosts", hosts=2, rate="400mbit", ranks=4, options={"layers": 3})
     bounds = {"compute": "alone", "wire": {"b": 0.5, EVERY: 0.05}}
-    write_cell(folder, "made", cell, {"alone": [0.1, 0.1], "a": [0.2, 0.3], "b": [0.4, 0.9]}, limits=bounds)
+    made = record_of(cell, {"alone": [0.1, 0.1], "a": [0.2, 0.3], "b": [0.4, 0.9]}, limits=bounds)
+    folder = stored(tmp_path / "results", {"made": [made]})
     (record,) = folder.records("made")
     assert record.cell == cell
     assert cell.ranks_per_host == 2
     assert record.outcome == "done"
     assert record.seconds("a") == {0: 0.2, 1: 0.3}
     assert record.ratio("b", "a").median == 2.5
-    assert record.part("a", "backward") == 0.02
+    assert record.part("a", "backward") == pytest.approx(0.025)
     assert record.part("a", "unheard of") == 0
     assert [record.limit(name) for name in ("alone", "a", "b")] == [0.1, 0.1, 0.5]
     assert record.facts[LIMITS] == bounds
@@ -161,8 +127,7 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_cut_off_costs_only_itself(tmp_path: Path) -> None:
-    folder = made_folder(tmp_path / "results", [])
-    write_cell(folder, "made", Cell(name="cell"), {"a": [0.2, 0.3]})
+    folder = stored(tmp_path / "results", {"made": [record_of(Cell(name="cell"), {"a": [0.2, 0.3]})]})
     path = folder.path / "made.jsonl"
     whole = path.read_text()
     path.write_text(whole[: whole.rindex('"done"')])
@@ -190,11 +155,13 @@ OWN = tuple(find_scenarios(name)[0] for name in ("accumulation", "overlap", "ski
 
 @pytest.mark.program
 def test_a_report_is_drawn_from_stored_lines(tmp_path: Path) -> None:
-    folder = made_folder(tmp_path / "results", OWN)
-    for scenario in OWN:
-        for cell in scenario.cells(quick=True):
-            times = {name: [0.1 + 0.01 * place, 0.2] for place, name in enumerate(VARIANTS[scenario.name])}
-            write_cell(folder, scenario.name, cell, times, limits={"compute": "no wrapper", "wire": {EVERY: 0.05}})
+    limits = {"compute": "no wrapper", "wire": {EVERY: 0.05}}
+    times = {scenario: {name: [0.1, 0.2] for name in names} for scenario, names in VARIANTS.items()}
+    records = {
+        scenario.name: [record_of(cell, times[scenario.name], limits=limits) for cell in scenario.cells(quick=True)]
+        for scenario in OWN
+    }
+    folder = stored(tmp_path / "results", records)
     sections = build_report(folder, OWN)
     page = (folder.path / REPORT).read_text()
     for section, scenario in zip(sections, OWN, strict=True):
@@ -213,9 +180,9 @@ def test_a_report_is_drawn_from_stored_lines(tmp_path: Path) -> None:
 
 
 def test_a_scenario_that_cannot_be_drawn_leaves_the_others_alone(tmp_path: Path) -> None:
-    folder = made_folder(tmp_path / "results", [Tiny(draws=False), OWN[2]])
-    write_cell(folder, "tiny", Cell(name="cell"), {"a": [0.1]})
-    write_cell(folder, "skip-sync", Cell(name="cell"), {name: [0.1] for name in VARIANTS["skip-sync"]})
+    cell, names = Cell(name="cell"), VARIANTS["skip-sync"]
+    records = {"tiny": [record_of(cell, {"a": 0.1})], "skip-sync": [record_of(cell, dict.fromkeys(names, 0.1))]}
+    folder = stored(tmp_path / "results", records)
     broken, whole = build_report(folder, [Tiny(draws=False), OWN[2]])
     assert broken.failed
     assert "no pictures today" in broken.notes[0]
@@ -277,11 +244,19 @@ def run_tiny(out: Path, *scenarios: Tiny, no_lab: str = "") -> BenchOutcome:
     return run(RunPlan(scenarios=scenarios, out=out, no_lab=no_lab), BenchScreen())
 
 
+ALL_PEERS = {
+    **PEERS,
+    SHARDED: Gradsync(name=SHARDED, gathers="next-forward"),
+    OVERLAPPED: Gradsync(name=OVERLAPPED, late_means=True),
+    ZERO: DDP(name=ZERO, tuned=True, shares_state=True),
+}
+
+
 def all_peers(rounds: CellRounds) -> None:
     """Every peer trains the same model, with windows of two, and must end with the same weights."""
     inputs = torch.full((4, 8), float(rounds.rank + 1))
     steps, models = {}, {}
-    for name, peer in PEERS.items():
+    for name, peer in ALL_PEERS.items():
         reason = peer.absent()
         if reason is not None:
             rounds.absent(name, reason)
@@ -291,9 +266,11 @@ def all_peers(rounds: CellRounds) -> None:
         wrapped = peer.wrap(model, partial(torch.optim.SGD, lr=0.1), window=2)
         pattern = Pattern.NO_SYNC if wrapped.accumulate is None else Pattern.ACCUMULATE
         steps[name] = window_step(wrapped, lambda module: module(inputs).square().mean(), count=2, pattern=pattern)
-        models[name] = wrapped.model
+        models[name] = wrapped
     rounds.run(steps)
-    weights = {name: weights_of(model) for name, model in models.items()}
+    for wrapped in models.values():
+        wrapped.flush()
+    weights = {name: weights_of(wrapped.model) for name, wrapped in models.items()}
     for name, other in weights.items():
         close = torch.allclose(other, weights["gradsync"], rtol=1e-6, atol=1e-7)
         assert close == (name != "no wrapper"), f"{name} has trained another model"
@@ -311,7 +288,7 @@ def test_a_scenario_from_its_ranks_to_its_report(tmp_path: Path) -> None:
     assert not outcome.interrupted
     (record,) = outcome.folder.records("tiny")
     assert record.outcome == "done"
-    assert {*record.samples, *record.absent} == set(PEERS)
+    assert {*record.samples, *record.absent} == set(ALL_PEERS)
     for variant, taken in record.samples.items():
         assert sorted(taken) == [0, 1]
         assert all(sample.seconds > 0 for sample in taken.values()), variant
@@ -407,7 +384,6 @@ def test_every_scenario_is_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["overlap", "--list"], "--list stands alone"),
         (["faults", "--device", "cuda"], "faults runs on CPU ranks only: leave --device cuda out"),
         (["overlap", "--device", "gpu"], "--device is cpu or cuda, got 'gpu'"),
-        (["overlap", "--device", "cuda", "--cases", "2 hosts, 400 Mbit/s"], "hosts and links are those of CPU ranks"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -432,8 +408,8 @@ def test_bad_input_is_one_line(
 def test_a_folder_is_drawn_again_by_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = made_folder(tmp_path / "results", [OWN[2]])
-    write_cell(folder, "skip-sync", Cell(name="a cell"), {name: [0.1, 0.2] for name in VARIANTS["skip-sync"]})
+    record = record_of(Cell(name="a cell"), dict.fromkeys(VARIANTS["skip-sync"], 0.1))
+    folder = stored(tmp_path / "results", {"skip-sync": [record]})
     assert run_command(monkeypatch, "report", str(folder.path)) == 0
     assert "a cell" in capsys.readouterr().out
     assert (folder.path / REPORT).is_file()

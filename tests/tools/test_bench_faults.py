@@ -13,18 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.errors import ConfigurationError
-from gradsync.lab import Lab
-from gradsync.tools.bench.faults.judging import CASES, RANKS, ElasticJudge, Fault, FaultOutcome, Judge, Limits
-from gradsync.tools.bench.faults.program import SETUPS, TogetherAgain, TrialSettings
-from gradsync.tools.bench.faults.trials import Trial, outcomes
-from gradsync.tools.bench.measure import Progress
-from gradsync.tools.bench.record import Cell, CellRecord, ResultFolder, RowFile
+from gradsync.tools.bench.fault_outcomes import ElasticJudge, FaultOutcome, Judge, Limits
+from gradsync.tools.bench.fault_program import CASES, RANKS, Fault, TogetherAgain, TrialSettings
+from gradsync.tools.bench.fault_trials import SETUPS, Trial, outcomes
+from gradsync.tools.bench.record import Cell
 from gradsync.tools.bench.report import BenchScreen
 from gradsync.tools.bench.runner import RunPlan, run
-from gradsync.tools.bench.scenario import Picture, Scenario, Table
 from gradsync.tools.bench.scenarios import find_scenarios
 from gradsync.tools.bench.scenarios.faults import Faults
 from gradsync.tools.bench.scenarios.peers import Peers
+from tests.tools.bench_samples import Written, record_of, stored
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -219,18 +217,16 @@ def test_a_seed_is_a_moment(case: str, seed: int) -> None:
 def test_the_page_shows_what_did_not_come(tmp_path: Path) -> None:
     """A peer that notices nothing, and one that is not there."""
     (faults,) = find_scenarios("faults")
-    folder = ResultFolder.create(tmp_path / "out")
-    with folder.rows("faults") as rows:
-        for cell in faults.cells(quick=True)[:2]:
-            rows.cell(cell)
-            rows.write("absent", variant="torchft", reason="not installed")
-            for seed in range(2):
-                parts = {"named": 1.0, "left": 0.0, "noticed": 0.3, "lost": 3.0, "went on": 7.0}
-                rows.write("sample", variant="gradsync", round=seed, seconds=0.3, ranks=[], sent=0, parts=parts)
-                parts = {"named": 0.0, "left": 1.0}
-                rows.write("sample", variant="DDP stock", round=seed, seconds=30.0, ranks=[], sent=0, parts=parts)
-            rows.write("done")
-    records: list[CellRecord] = folder.records("faults")
+    parts = {
+        "gradsync": {"named": 1.0, "left": 0.0, "noticed": 0.3, "lost": 3.0, "went on": 7.0},
+        "DDP stock": {"named": 0.0, "left": 1.0},
+    }
+    records = [
+        record_of(cell, {"gradsync": [0.3, 0.3], "DDP stock": [30.0, 30.0]}, parts=parts)
+        for cell in faults.cells(quick=True)[:2]
+    ]
+    for record in records:
+        record.absent["torchft"] = "not installed"
     (table,) = faults.tables(records)
     ours, theirs, absent = table.rows[:3]
     assert ours == ["gradsync", "kill -9", "2", "0.30", "0.30", "2 of 2", "3", "7.0", "nothing"]
@@ -264,24 +260,10 @@ def test_cases_and_peers_are_chosen_by_name(tmp_path: Path) -> None:
         RunPlan(scenarios=[Faults()], out=tmp_path, minutes=0.0)
 
 
-class Halves(Scenario):
+class Halves(Written):
     """Measures one round a run, of those that are not known."""
 
-    name, title, source, question, slug = "halves", "Halves", "own", "What is left?", "halves"
-    in_trials = True
-
-    def cells(self, *, quick: bool) -> list[Cell]:
-        return [Cell(name="one", ranks=1, rounds=2), Cell(name="two", ranks=1, rounds=2)]
-
-    def drive(self, cell: Cell, lab: Lab | None, rows: RowFile, progress: Progress) -> None:
-        seed = len(rows.known(cell).samples.get("ours", {}))
-        rows.write("sample", variant="ours", round=seed, seconds=1.0 + seed, ranks=[], sent=0, parts={})
-
-    def tables(self, records: Sequence[CellRecord]) -> list[Table]:
-        return []
-
-    def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
-        return []
+    name, in_trials = "halves", True
 
 
 def test_a_run_goes_on_in_its_folder(tmp_path: Path) -> None:
@@ -300,17 +282,7 @@ def test_a_run_goes_on_in_its_folder(tmp_path: Path) -> None:
         run(replace(plan, resumes=True, out=tmp_path / "elsewhere"), BenchScreen())
 
 
-class Once(Halves):
-    """Cells of which each is measured in one go."""
-
-    name, in_trials = "once", False
-
-    def drive(self, cell: Cell, lab: Lab | None, rows: RowFile, progress: Progress) -> None:
-        for seed in range(cell.rounds):
-            rows.write("sample", variant="ours", round=seed, seconds=1.0, ranks=[], sent=0, parts={})
-
-
-class OnHosts(Halves):
+class OnHosts(Written):
     """Of which the lab is wanted."""
 
     name = "on-hosts"
@@ -321,33 +293,27 @@ class OnHosts(Halves):
 
 def test_a_run_goes_on_after_half_a_line(tmp_path: Path) -> None:
     """As a full disk leaves it: else it would be one line with the first that follows."""
-    plan = RunPlan(scenarios=[Once()], out=tmp_path / "out")
-    path = run(plan, BenchScreen()).folder.path / "once.jsonl"
+    plan = RunPlan(scenarios=[Written()], out=tmp_path / "out")
+    path = run(plan, BenchScreen()).folder.path / "written.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole[: -len('{"kind": "done"}\n') - 5])
-    records = run(replace(plan, resumes=True), BenchScreen()).folder.records("once")
+    records = run(replace(plan, resumes=True), BenchScreen()).folder.records("written")
     assert [(record.outcome, record.rounds) for record in records] == [("done", 2), ("done", 2)]
 
 
 def test_a_run_goes_on_with_the_settings_it_was_begun_with(tmp_path: Path) -> None:
-    plan = RunPlan(scenarios=[Once(), Halves()], out=tmp_path / "out")
+    plan = RunPlan(scenarios=[Written(), Halves()], out=tmp_path / "out")
     before = run(plan, BenchScreen()).folder
-    written = (before.path / "once.jsonl").read_text()
+    written = (before.path / "written.jsonl").read_text()
     with pytest.raises(ConfigurationError, match=r"results of 'one' with other settings \(rounds 2, asked for 3\)"):
         run(replace(plan, resumes=True, rounds=3), BenchScreen())
     run(replace(plan, resumes=True), BenchScreen())
-    assert (before.path / "once.jsonl").read_text() == written
+    assert (before.path / "written.jsonl").read_text() == written
 
 
 def test_what_cannot_be_gone_on_with_stays_what_it_is(tmp_path: Path) -> None:
     plan = RunPlan(scenarios=[OnHosts()], out=tmp_path / "out", no_lab="no hosts here")
-    folder = ResultFolder.create(plan.out)
-    folder.write_config({"scenarios": ["on-hosts"]})
-    cell = plan.cells(plan.scenarios[0])[0]
-    with folder.rows("on-hosts") as rows:
-        rows.cell(cell)
-        Halves().drive(cell, None, rows, BenchScreen().cell(plan.scenarios[0], cell, 0.0))
-        rows.write("done")
+    stored(plan.out, {"on-hosts": [record_of(plan.cells(plan.scenarios[0])[0], {"ours": [1.0]})]})
     (record,) = run(replace(plan, resumes=True), BenchScreen()).folder.records("on-hosts")
     assert (record.outcome, record.rounds) == ("done", 1)
 

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from gradsync.errors import ConfigurationError
 from gradsync.lab import fork_ranks
-from gradsync.tools.bench.device import PeakMemory, used_bytes
-from gradsync.tools.bench.measure import CellRounds
+from gradsync.tools.bench.measure import CellRounds, PeakMemory, used_bytes
 from gradsync.tools.bench.peers import FSDP2Replicate, Gradsync, blocks_of
 from gradsync.tools.bench.record import Cell, CellRecord, ResultFolder
 from gradsync.tools.bench.scenario import Scenario
@@ -24,7 +23,7 @@ from gradsync.tools.bench.scenarios.convergence import PERIODS, RATES, Convergen
 from gradsync.tools.bench.scenarios.peers import Peers
 from gradsync.tools.bench.workload import RealWorkload, optimizer_step
 from gradsync.tools.lab.emulated import EmulatedModel, transformer
-from tests.tools.test_bench_words import curves
+from tests.tools.bench_samples import stored, trained
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
@@ -126,18 +125,9 @@ def script() -> ModuleType:
     return module
 
 
-def stored(path: Path) -> ResultFolder:
-    folder = ResultFolder.create(path)
-    folder.write_config({"scenarios": ["convergence"], "quick": True, "command": f"gradsync bench --out {path}"})
-    record = curves(harm=0.05)
-    with folder.rows("convergence") as rows:
-        rows.cell(record.cell)
-        for variant, samples in record.samples.items():
-            for number, taken in samples.items():
-                content = {"seconds": taken.seconds, "ranks": [taken.seconds], "sent": 0, "parts": dict(taken.parts)}
-                rows.write("sample", variant=variant, round=number, **content)
-        rows.write("done")
-    return folder
+def a_run(path: Path, **config: Any) -> ResultFolder:
+    command = f"gradsync bench --out {path}"
+    return stored(path, {"convergence": [trained(harm=0.05)]}, command=command, **config)
 
 
 def test_the_page_is_filled_from_a_run(tmp_path: Path, script: ModuleType) -> None:
@@ -145,7 +135,7 @@ def test_the_page_is_filled_from_a_run(tmp_path: Path, script: ModuleType) -> No
     pictures.mkdir(parents=True)
     (pictures / "of-an-older-run.png").write_bytes(b"")
     page.write_text((ROOT / "docs/benchmarks.md").read_text())
-    folder = stored(tmp_path / "results")
+    folder = a_run(tmp_path / "results")
     script.fill(folder, page, pictures)
     text = page.read_text()
     links = re.findall(r"\]\((pictures/bench/[^)]+)\)", text)
@@ -160,8 +150,7 @@ def test_a_run_over_nccl_has_a_place_of_its_own(tmp_path: Path, script: ModuleTy
     page = tmp_path / "docs/benchmarks.md"
     page.parent.mkdir()
     page.write_text("# Page\n<!-- results begin -->\nGloo\n<!-- results end -->\n")
-    folder = stored(tmp_path / "results")
-    folder.write_config({**folder.config, "device": "cuda"})
+    folder = a_run(tmp_path / "results", device="cuda")
     with pytest.raises(ConfigurationError, match="needs the lines <!-- nccl results begin --> and"):
         script.fill(folder, page, tmp_path / "docs/pictures/bench-nccl")
     with page.open("a") as file:
@@ -177,6 +166,6 @@ def test_a_page_without_markers_is_left_alone(tmp_path: Path, script: ModuleType
     page = tmp_path / "page.md"
     page.write_text("# A page\n")
     with pytest.raises(ConfigurationError, match="needs the lines"):
-        script.fill(stored(tmp_path / "results"), page, tmp_path / "pictures")
+        script.fill(a_run(tmp_path / "results"), page, tmp_path / "pictures")
     assert page.read_text() == "# A page\n"
     assert not (tmp_path / "pictures").exists()

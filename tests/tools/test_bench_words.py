@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import Mapping
-from itertools import product, starmap
 
 import pytest
 from hypothesis import given
@@ -13,15 +11,12 @@ from gradsync.tools.bench.peers import PEERS
 from gradsync.tools.bench.record import EVERY, Cell, CellRecord, Sample
 from gradsync.tools.bench.scenario import Scenario
 from gradsync.tools.bench.scenarios import SCENARIOS
-from gradsync.tools.bench.scenarios.accumulation import period_name
 from gradsync.tools.bench.scenarios.buckets import AUTO, BucketSize, size_name
-from gradsync.tools.bench.scenarios.communicators import GLOO, Communicators, calls_of, fit_line, places_of
+from gradsync.tools.bench.scenarios.communicators import GLOO, Communicators, calls_of, fit_latency, places_of
 from gradsync.tools.bench.scenarios.communicators import variant_name as message_name
 from gradsync.tools.bench.scenarios.compression import (
     EXACT,
     REDUCTIONS,
-    SENT_COLOURS,
-    SHOWN,
     STEPS_A_ROUND,
     Compression,
     Curves,
@@ -29,48 +24,18 @@ from gradsync.tools.bench.scenarios.compression import (
     reduction_name,
     variant_name,
 )
-from gradsync.tools.bench.scenarios.convergence import PERIODS, RATES, Convergence
-from gradsync.tools.bench.scenarios.convergence import variant_name as trained_name
+from gradsync.tools.bench.scenarios.convergence import Convergence
 from gradsync.tools.bench.scenarios.peers import Peers
-from gradsync.tools.bench.scenarios.scaling import HOST, Scaling
-from gradsync.tools.bench.workload import Pattern
+from gradsync.tools.bench.scenarios.scaling import Scaling
+from tests.tools.bench_samples import VARIANTS, record_of, trained
 
 pytestmark = pytest.mark.timeout(120)
 
 HERE = Cell(name="here", hosts=2)
-PARTS = ("forward", "backward", "exposed", "optimizer", "training", "loss", "named", "left", "peak bytes", HOST)
-
-
-def record_of(
-    cell: Cell, seconds: Mapping[str, float], *, sent: Mapping[str, int] | None = None, **facts: object
-) -> CellRecord:
-    """Three rounds that all took the same time, in which every part took a tenth of it."""
-    samples = {
-        name: dict.fromkeys(
-            range(3), Sample(seconds=time, sent=(sent or {}).get(name, 1000), parts=dict.fromkeys(PARTS, time / 10))
-        )
-        for name, time in seconds.items()
-    }
-    return CellRecord(cell=cell, samples=samples, facts=dict(facts), outcome="done")
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
 
-VARIANTS = {
-    "accumulation": ["no wrapper", *map(" · ".join, product(("DDP", "Accelerate", "gradsync"), Pattern))],
-    "overlap": ["no wrapper", "DDP tuned", "naive", "bucketed", "gradsync"],
-    "next-forward": ["no wrapper", "DDP tuned", "gradsync", "gradsync sharded", "gradsync sharded, auto"],
-    "compression": ["no wrapper", "DDP tuned", *SHOWN],
-    "time-to-loss": [reduction_name(name, 0) for name in SENT_COLOURS],
-    "bucket-size": ["no wrapper", AUTO, *starmap(size_name, product(("gradsync", "DDP tuned"), (0.5, 1.0)))],
-    "skip-sync": ["no wrapper", *starmap(period_name, product(("DDP tuned", "gradsync"), (1, 2, 4, 8)))],
-    "scaling": ["no wrapper", "DDP tuned", "gradsync"],
-    "convergence": list(starmap(trained_name, product(RATES, PERIODS, range(2)))),
-    "round-robin": ["no wrapper", "1 group", "3 groups", "5 groups"],
-    "wire": [message_name(GLOO, size) for size in (4096, 65536)],
-    "peers": list(PEERS),
-    "faults": ["gradsync", "DDP stock"],
-}
 SPEAKS = ("accumulation", "overlap", "skip-sync", "time-to-loss", "convergence", "peers")
 
 
@@ -88,14 +53,14 @@ def test_a_scenario_bears_that_variants_are_missing(scenario: Scenario) -> None:
         assert bool(scenario.reading([record])) >= (scenario.name in SPEAKS)
 
 
-@pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_cells_can_be_stored(scenario: Scenario, quick: bool) -> None:
-    cells = scenario.cells(quick=quick)
-    assert len({cell.name for cell in cells}) == len(cells)
-    for cell in cells:
-        assert json.loads(json.dumps(dict(cell.options))) == cell.options
-        assert cell.hosts is None or cell.ranks % cell.hosts == 0
+def test_cells_can_be_stored(scenario: Scenario) -> None:
+    for quick in (True, False):
+        cells = scenario.cells(quick=quick)
+        assert len({cell.name for cell in cells}) == len(cells)
+        for cell in cells:
+            assert json.loads(json.dumps(dict(cell.options))) == cell.options
+            assert cell.hosts is None or cell.ranks % cell.hosts == 0
 
 
 # -- one by one -------------------------------------------------------------------------------------------------------
@@ -108,14 +73,14 @@ def test_cells_can_be_stored(scenario: Scenario, quick: bool) -> None:
 )
 def test_a_line_is_found_again(latency: float, per_byte: float, sizes: set[int]) -> None:
     times = {size: latency + size * per_byte for size in sizes}
-    found_latency, found_per_byte = fit_line(times)
+    found_latency, found_per_byte = fit_latency(times)
     for size, seconds in times.items():
         assert found_latency + size * found_per_byte == pytest.approx(seconds, rel=1e-5)
 
 
 @given(times=st.dictionaries(st.integers(1, 10**8), st.floats(1e-7, 10), min_size=1))
 def test_no_fit_is_negative(times: dict[int, float]) -> None:
-    assert min(fit_line(times)) >= 0
+    assert min(fit_latency(times)) >= 0
 
 
 def test_the_best_fixed_size_is_what_auto_is_held_against() -> None:
@@ -193,7 +158,7 @@ def test_noise_is_not_called_behind() -> None:
     assert "behind" not in Peers().reading([record])
 
 
-@pytest.mark.parametrize("known", [["no wrapper"], ["gradsync"], ["naive", "DDP stock"], list(PEERS), []])
+@pytest.mark.parametrize("known", [["no wrapper"], ["naive", "DDP stock"], list(PEERS), []])
 def test_peers_bears_that_memory_is_missing(known: list[str]) -> None:
     record = timed({name: EVEN[name] for name in known})
     record.absent["Accelerate"] = "not installed"
@@ -203,34 +168,12 @@ def test_peers_bears_that_memory_is_missing(known: list[str]) -> None:
     assert Peers().pictures(records)
 
 
-def curves(*, harm: float) -> CellRecord:
-    samples = {}
-    for batch in RATES:
-        for period in PERIODS:
-            for seed in range(2):
-                extra = harm * (period - 1) if batch == 256 else 0.0
-                samples[trained_name(batch, period, seed)] = {
-                    number: Sample(
-                        seconds=0.01,
-                        sent=1000,
-                        parts={"training": 0.008 / period, "loss": 4 - 0.1 * number + extra + seed},
-                    )
-                    for number in range(5)
-                }
-    return CellRecord(cell=Cell(name="here"), samples=samples, outcome="done")
-
-
 def test_convergence_says_which_batch_is_harmed() -> None:
-    harmed = Convergence().reading([curves(harm=0.05)])
+    harmed = Convergence().reading([trained(harm=0.05)])
     assert re.search(r"Batch 8,[^.]*n = 2 \+0\.000[^:]*\(no harm\)", harmed)
     assert "n = 8 +0.350 (harmed with every seed: n = 2, n = 4, n = 8)" in harmed
     assert "saves 0.3 s of 0.0 s" not in harmed
-    assert "harmed" not in Convergence().reading([curves(harm=0.0)])
-    record = curves(harm=0.05)
-    for name in list(record.samples)[::3]:
-        del record.samples[name]
-    assert Convergence().tables([record])
-    assert len(Convergence().pictures([record])) == 2
+    assert "harmed" not in Convergence().reading([trained(harm=0.0)])
 
 
 def learned(losses: dict[str, list[float]], seconds: dict[str, float], *, seeds: int = 2) -> CellRecord:
@@ -273,15 +216,6 @@ def test_the_time_to_the_loss_of_exact_steps() -> None:
     assert TimeToLoss().pictures([record])
 
 
-def test_what_has_not_run_is_left_out() -> None:
-    whole = dict.fromkeys(SENT_COLOURS, FALLING)
-    for known in ([EXACT], ["int8", "int4"], [EXACT, "int8"]):
-        record = learned({name: whole[name][:2] for name in known}, dict.fromkeys(known, 1.0))
-        assert TimeToLoss().tables([record])
-        assert TimeToLoss().pictures([record])
-        assert "nothing has reached" in TimeToLoss().reading([record])
-
-
 def test_compression_says_how_fast_and_how_much() -> None:
     times = {"no wrapper": 0.05, "DDP tuned": 0.4, "gradsync": 0.4, **dict.fromkeys(map(variant_name, REDUCTIONS), 0.2)}
     times[variant_name("int8")] = 0.1
@@ -291,6 +225,3 @@ def test_compression_says_how_fast_and_how_much() -> None:
     place = faster.columns.index(variant_name("int8"))
     assert (faster.rows[0][place], fewer.rows[0][place]) == ("4.00×", "0.260")
     assert "up to 4.00 times as fast" in Compression().reading([record])
-    del record.samples["DDP tuned"]
-    assert Compression().tables([record])
-    assert Compression().pictures([record])

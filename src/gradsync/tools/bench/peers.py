@@ -55,6 +55,7 @@ __all__ = [
     "TorchFT",
     "WrappedModel",
     "blocks_of",
+    "torchft_manager",
     "tuned_options",
 ]
 
@@ -150,7 +151,7 @@ class Gradsync(Peer):
             framed_backward=wrapper.backward,
         )
         if self.gathers is not None:
-            wrapped.optimizer = ShardedOptimizer(wrapped.optimizer(wrapper.parameters()), wrapper, mode=self.gathers)
+            wrapped.optimizer = ShardedOptimizer(wrapped.optimizer, wrapper, mode=self.gathers)
         elif self.late_means:
             wrapped.optimizer = OverlappedOptimizer(wrapped.optimizer, wrapper)
         wrapped.flush = getattr(wrapped.optimizer, "flush", wrapped.flush)
@@ -319,7 +320,7 @@ class TorchFT(Peer):
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         wrapped = NoWrapper().wrap(model, optimizer, window=window)
         local_sgd: Any = importlib.import_module("torchft.local_sgd")
-        manager = _manager()
+        manager = _diloco_manager()
         diloco = local_sgd.DiLoCo(
             manager, [model], wrapped.optimizer, OuterSGD(model.parameters()), sync_every=self.every, pin_memory=False
         )
@@ -329,32 +330,43 @@ class TorchFT(Peer):
         return wrapped
 
 
-def _manager() -> Any:
-    torchft: Any = importlib.import_module("torchft")
+def _diloco_manager() -> Any:
     coordination: Any = importlib.import_module("torchft.coordination")
     rank, ranks, here = dist.get_rank(), dist.get_world_size(), _own_address()
     lighthouse = coordination.LighthouseServer(bind="[::]:0", min_replicas=ranks) if rank == 0 else None
     address = [None if lighthouse is None else f"http://{here}:{urlsplit(lighthouse.address()).port}"]
     dist.broadcast_object_list(address)
-    store = TCPStore(here, 0, is_master=True, wait_for_workers=False)
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=TORCHFT_TIMEOUT),
+    manager = torchft_manager(
+        here,
+        timeout=TORCHFT_TIMEOUT,
         load_state_dict=None,
         state_dict=None,
         min_replica_size=ranks,
         use_async_quorum=False,
-        timeout=TORCHFT_TIMEOUT,
-        rank=0,
-        world_size=1,
-        store_addr=here,
-        store_port=store.port,
         lighthouse_addr=address[0],
         replica_id=f"rank{rank}",
-        hostname=here,
         init_sync=False,
     )
+    manager.belongings.append(lighthouse)
+    return manager
+
+
+def torchft_manager(host: str, *, timeout: timedelta, **options: Any) -> Any:
+    """torchft's manager of a rank that is a replica group of its own, reached by others at ``host``."""
+    torchft: Any = importlib.import_module("torchft")
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timeout),
+        timeout=timeout,
+        rank=0,
+        world_size=1,
+        store_addr=host,
+        store_port=store.port,
+        hostname=host,
+        **options,
+    )
     # They end when nothing holds them.
-    manager.belongings = (store, lighthouse)
+    manager.belongings = [store]
     return manager
 
 
@@ -398,10 +410,8 @@ def _by_block(apply: Callable[..., Any], model: nn.Module, names: tuple[str, ...
 
 def blocks_of(model: nn.Module) -> list[list[nn.Module]]:
     """What FSDP2 synchronizes together: the modules of every block, a child of the model or of a container in it."""
-    blocks: list[nn.Module] = []
-    for child in model.children():
-        blocks.extend([child] if _is_called(child) else child.children())
-    groups = [[module for module in _called_in(block) if _has_parameters(module)] for block in blocks]
+    blocks = [block for child in model.children() for block in ([child] if _is_called(child) else child.children())]
+    groups = [[module for module in _called_in(block) if any(True for _ in module.parameters())] for block in blocks]
     return [group for group in groups if group]
 
 
@@ -413,10 +423,6 @@ def _called_in(module: nn.Module) -> list[nn.Module]:
 
 def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 # By name, in the order in which tables show them.

@@ -34,6 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.base.files import whole_file
 from gradsync.tools.lab.lab import Rate
@@ -50,7 +52,7 @@ __all__ = [
     "RowFile",
     "Sample",
     "percent",
-    "percentile",
+    "quantiles",
     "ratio",
     "read_records",
     "ring_bytes",
@@ -87,23 +89,16 @@ def percent(share: float) -> str:
     return f"{share * 100:.0f} %"
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of the values lie, interpolated between neighbours."""
-    if not values or not 0 <= share <= 1:
-        raise ConfigurationError(f"a percentile needs values and a share in 0…1, got {len(values)} values and {share}")
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = min(int(place), len(ordered) - 1)
-    above = min(below + 1, len(ordered) - 1)
-    low, high = ordered[below], ordered[above]
-    # Not low + (high − low)·part: rounding may carry that beyond high.
-    return min(max(low + (high - low) * (place - below), low), high)
+def quantiles(values: Sequence[float], *shares: float) -> list[float]:
+    """The values below which these shares of the values lie, interpolated between neighbours."""
+    places = torch.tensor(shares, dtype=torch.float64)
+    found: list[float] = torch.quantile(torch.tensor(values, dtype=torch.float64), places).tolist()
+    return found
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    return Summary(
-        median=statistics.median(values), p5=percentile(values, 0.05), p95=percentile(values, 0.95), count=len(values)
-    )
+    p5, p95 = quantiles(values, 0.05, 0.95)
+    return Summary(median=statistics.median(values), p5=p5, p95=p95, count=len(values))
 
 
 def ratio(times: Mapping[int, float], baseline: Mapping[int, float]) -> Ratio:
@@ -115,9 +110,9 @@ def ratio(times: Mapping[int, float], baseline: Mapping[int, float]) -> Ratio:
     draw = random.Random(RESAMPLING_SEED)
     medians = [statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES)]
     middle = statistics.median(ratios)
+    low, high = quantiles(medians, 0.025, 0.975)
     # With few rounds the resampled medians may all lie on one side.
-    low, high = min(percentile(medians, 0.025), middle), max(percentile(medians, 0.975), middle)
-    return Ratio(median=middle, low=low, high=high)
+    return Ratio(median=middle, low=min(low, middle), high=max(high, middle))
 
 
 def ring_bytes(size: int, ranks: int) -> float:

@@ -95,10 +95,8 @@ def _place(record: CellRecord) -> str:
     cell = record.cell
     if not cell.sharing:
         return ""
-    gpu = "".join(f", {record.facts[name]}" for name in ("gpu",) if name in record.facts)
-    return (
-        f"{cell.transport}: {cell.sharing if cell.sharing.startswith('one') else f'{cell.ranks} {cell.sharing}'}{gpu}"
-    )
+    where = cell.sharing if cell.sharing.startswith("one") else f"{cell.ranks} {cell.sharing}"
+    return f"{cell.transport}: {where}" + (f", {record.facts['gpu']}" if "gpu" in record.facts else "")
 
 
 def _note(record: CellRecord) -> str:

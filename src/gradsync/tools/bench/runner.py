@@ -15,28 +15,43 @@ import platform
 import subprocess
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 import torch
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.observe.charts.canvas import require
-from gradsync.tools.bench.device import GpuSharing, place_of
 from gradsync.tools.bench.measure import ORDER_SEED
 from gradsync.tools.bench.record import DONE, INTERRUPTED, RESAMPLING_SEED, Cell, CellRecord, ResultFolder, RowFile
 from gradsync.tools.bench.report import BenchScreen, Section, build_report
 from gradsync.tools.bench.scenario import Scenario
 from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
+from gradsync.tools.lab.lab import Lab, LabPlan, Rate
 from gradsync.tools.lab.system import check_fit
 
-__all__ = ["BenchOutcome", "Placement", "RunPlan", "commit", "describe_machine", "run", "versions"]
+__all__ = ["BenchOutcome", "GpuSharing", "Placement", "RunPlan", "commit", "describe_machine", "run", "versions"]
 
 PACKAGES = ("torch", "accelerate", "lightning-fabric", "numpy", "matplotlib")
 SOURCE = Path(__file__).resolve().parent
 # With it torch counts GPUs without starting CUDA in this process, whose forks could not start it any more.
 COUNT_ONLY = "PYTORCH_NVML_BASED_CUDA_CHECK"
+# Named, so that what a killed run has left is found and removed by the next.
+LAB_NAME = "bench"
+# Of NCCL, where ranks share a GPU: more leave less of it to compute.
+CHANNELS = 4
+
+
+class GpuSharing(StrEnum):
+    """How the ranks of a cell have their GPUs, as the report says it."""
+
+    OWN = "one GPU per rank"
+    MPS = "ranks share one GPU under MPS"
+    SLICES = "ranks share one GPU by time slices"
+
+
 # In the names of cells, tables and panels.
 SHORT = {GpuSharing.OWN: "one GPU per rank", GpuSharing.MPS: "one GPU, MPS", GpuSharing.SLICES: "one GPU, time slices"}
 
@@ -95,6 +110,16 @@ class Placement:
     def _placed(self, cell: Cell) -> Cell:
         sharing = GpuSharing.OWN if cell.ranks <= self.gpus else self.sharing
         return dataclasses.replace(cell, name=f"{cell.name}, {SHORT[sharing]}", sharing=str(sharing))
+
+
+def place_of(cell: Cell) -> "AbstractContextManager[Lab | SharedGpu | None]":
+    """The place where the ranks of a cell run while it is open: hosts, a shared GPU, or None for this machine alone."""
+    if cell.hosts is not None:
+        rate = None if cell.rate is None else Rate.parse(cell.rate)
+        return Lab(LabPlan(name=LAB_NAME, hosts=cell.hosts, rate=rate))
+    if cell.sharing in (GpuSharing.MPS, GpuSharing.SLICES):
+        return SharedGpu(SharedGpuPlan(ranks=cell.ranks, mps=cell.sharing == GpuSharing.MPS, channels=CHANNELS))
+    return nullcontext()
 
 
 def missing_lab() -> str:

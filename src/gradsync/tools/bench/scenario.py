@@ -39,8 +39,7 @@ import torch.distributed as dist
 
 from gradsync.observe.charts.canvas import SOFT, canvas, colour, legend
 from gradsync.observe.charts.kinds import Series
-from gradsync.tools.bench.device import DEVICES
-from gradsync.tools.bench.measure import CellRounds, Progress
+from gradsync.tools.bench.measure import DEVICES, CellRounds, Progress
 from gradsync.tools.bench.peers import ALONE, OURS, TUNED
 from gradsync.tools.bench.record import LIMITS, Cell, CellRecord, RowFile
 from gradsync.tools.lab.gpu import SharedGpu, fork_gpu_ranks

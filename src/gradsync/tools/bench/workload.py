@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from gradsync.base.errors import ConfigurationError
 from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.observe.timeline import Timeline
-from gradsync.tools.bench.device import CPU, Device
-from gradsync.tools.bench.measure import CellRounds, LateParts, Parts, Step
+from gradsync.tools.bench.measure import CPU, CellRounds, Device, LateParts, Parts, Step
 from gradsync.tools.bench.peers import ALONE, DDP, TUNED, Peer, WrappedModel
 from gradsync.tools.bench.record import EVERY
 from gradsync.tools.lab.emulated import Profile, bert_base, resnet50, transformer

@@ -20,8 +20,8 @@ from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.observe.charts.canvas import colour, limit_line
 from gradsync.observe.charts.kinds import Series, draw_curves
 from gradsync.observe.charts.numbers import size as size_words
-from gradsync.tools.bench.device import Device
-from gradsync.tools.bench.measure import CellRounds, Step
+from gradsync.observe.explain.link import fit_line
+from gradsync.tools.bench.measure import CellRounds, Device, Step
 from gradsync.tools.bench.record import Cell, CellRecord, percent, ring_bytes
 from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, gpu_cell, known, picture
 from gradsync.tools.bench.workload import MIB, repeated
@@ -90,21 +90,14 @@ class PlaceTimes:
         return self.seconds[self.group][size] / self.seconds[transport][size] if known else None
 
 
-def fit_line(times: Mapping[int, float]) -> tuple[float, float]:
+def fit_latency(times: Mapping[int, float]) -> tuple[float, float]:
     """Latency and seconds per byte, neither below 0, with the least sum of squared relative errors."""
-    weights = {size: 1 / seconds**2 for size, seconds in times.items()}
-    total = sum(weights.values())
-    mean_size = sum(weight * size for size, weight in weights.items()) / total
-    mean_time = sum(weights[size] * seconds for size, seconds in times.items()) / total
-    spread = sum(weight * (size - mean_size) ** 2 for size, weight in weights.items())
-    product = sum(weights[size] * (size - mean_size) * (seconds - mean_time) for size, seconds in times.items())
-    slope = max(product / spread, 0.0) if spread > 0 else 0.0
-    latency = mean_time - slope * mean_size
-    if latency >= 0:
-        return latency, slope
+    slope, size, seconds = fit_line([(size, seconds, seconds**-2) for size, seconds in times.items()])
+    slope = max(slope, 0.0)
+    if seconds >= slope * size:
+        return seconds - slope * size, slope
     # The best line through the origin.
-    squares = sum(weight * size**2 for size, weight in weights.items())
-    return 0.0, sum(weights[size] * size * seconds for size, seconds in times.items()) / squares
+    return 0.0, sum(size / seconds for size, seconds in times.items()) / sum((n / s) ** 2 for n, s in times.items())
 
 
 def places_of(records: Sequence[CellRecord]) -> list[PlaceTimes]:
@@ -259,20 +252,15 @@ def _calls(transports: Mapping[str, Communicator], size: int, device: Device) ->
         # Written once, or all of it would be one page of zeros.
         return transports[transport].allocate(size // 4, torch.float32, device.torch_device).zero_()
 
-    group = GROUPS[device.name]
-    tensor = allocate(group)
-    calls = {group: _reducing(transports[group], tensor), TURNS: _in_parts(transports[TURNS], tensor)}
-    halves = {EXCHANGE: HALVES, NCCL: NCCL_HALVES}
-    calls |= {
-        halves[transport]: _halves(transports[transport], tensor) for transport in halves if transport in transports
-    }
-    if EXCHANGE in transports:
-        calls[EXCHANGE] = _reducing(transports[EXCHANGE], tensor)
-    calls |= {
-        transport: _reducing(transports[transport], allocate(transport))
-        for transport in (SHARED, LAYERS)
-        if transport in transports
-    }
+    tensor = allocate(GROUPS[device.name])
+    calls: dict[str, Call] = {}
+    for name, communicator in transports.items():
+        if name == TURNS:
+            calls[name] = _in_parts(communicator, tensor)
+        else:
+            calls[name] = _reducing(communicator, allocate(name) if name in (SHARED, LAYERS) else tensor)
+        if name in (EXCHANGE, NCCL):
+            calls[HALVES if name == EXCHANGE else NCCL_HALVES] = _halves(communicator, tensor)
     if SHARED in transports:
         calls[COPY] = _copying(tensor)
     return {name: calls[name] for name in TRANSPORTS if name in calls}
@@ -341,7 +329,7 @@ def _fit_table(places: Sequence[PlaceTimes]) -> Table:
     rows = []
     for place in places:
         for transport, times in place.seconds.items():
-            latency, slope = fit_line(times)
+            latency, slope = fit_latency(times)
             rate = MISSING if slope <= 0 else f"{1 / slope / 1e6:.4g}"
             share = MISSING if place.rate is None else percent(place.bus(transport, max(times)) / place.rate)
             rows.append([place.name, transport, f"{latency * 1e6:.0f}", rate, share])

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.charts.canvas import SOFT
-from gradsync.tools.bench.faults.judging import AFTERWARDS, CASES, CUT_LINK, RANKS, FaultOutcome, Limits
-from gradsync.tools.bench.faults.program import (
-    AGAINST_FAULTS,
+from gradsync.tools.bench.fault_outcomes import FaultOutcome, Limits
+from gradsync.tools.bench.fault_program import (
+    AFTERWARDS,
+    CASES,
     CHECKPOINT_EVERY,
+    CUT_LINK,
     ELASTIC,
     FINGERPRINTS_EVERY,
     MONITORED,
-    RESTARTS,
-    SETUPS,
+    RANKS,
     TORCHFT,
 )
-from gradsync.tools.bench.faults.trials import Trial, outcomes
+from gradsync.tools.bench.fault_trials import AGAINST_FAULTS, RESTARTS, SETUPS, Trial, outcomes
 from gradsync.tools.bench.measure import Progress
 from gradsync.tools.bench.peers import TUNED
 from gradsync.tools.bench.record import Cell, CellRecord, RowFile, Sample

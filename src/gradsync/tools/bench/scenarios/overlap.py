@@ -40,7 +40,7 @@ from gradsync.tools.bench.peers import (
     Peer,
     WrappedModel,
 )
-from gradsync.tools.bench.record import Cell, CellRecord, percent
+from gradsync.tools.bench.record import Cell, CellRecord, percent, ring_bytes
 from gradsync.tools.bench.scenario import (
     MISSING,
     Scenario,
@@ -52,6 +52,7 @@ from gradsync.tools.bench.scenario import (
     timing_table,
 )
 from gradsync.tools.bench.workload import (
+    FLOAT_BYTES,
     EmulatedWorkload,
     RealWorkload,
     Workload,
@@ -278,9 +279,7 @@ class NextForward(Scenario):
 
 def _parameters(share: float, hosts: int) -> int:
     """How many parameters make an all-reduce between the hosts take ``share`` of the computation."""
-    seconds = share * COMPUTE
-    nbytes = seconds * Rate.parse(RATE).bytes_per_second / (2 * (hosts - 1) / hosts)
-    return int(nbytes / 4)
+    return int(share * COMPUTE * Rate.parse(RATE).bytes_per_second / ring_bytes(FLOAT_BYTES, hosts))
 
 
 def _bounds(record: CellRecord) -> dict[str, float]:

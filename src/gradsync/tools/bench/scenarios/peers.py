@@ -104,55 +104,62 @@ class Memory:
     def __init__(self, records: Sequence[CellRecord]) -> None:
         self.peak: dict[str, list[float]] = {}
         self.settled: dict[str, list[float]] = {}
-        self.absent: dict[str, str] = {}
-        self.gradients = 0.0
-        self.device = "cpu"
-        for record in records:
-            if MEMORY in record.cell.options:
-                self._add(record)
+        measured = [record for record in records if MEMORY in record.cell.options]
+        for record in measured:
+            for variant, samples in record.samples.items():
+                steps = [samples[number].parts[PEAK] for number in sorted(samples)]
+                self.peak.setdefault(variant, []).append(max(steps))
+                self.settled.setdefault(variant, []).append(statistics.median(steps[-LAST_STEPS:]))
+        self.absent = {name: reason for record in measured for name, reason in record.absent.items()}
+        self.gradients = max((float(record.facts.get("gradient bytes", 0)) for record in measured), default=0.0)
+        self.counted = COUNTED[measured[-1].cell.device] if measured else ""
 
-    def _add(self, record: CellRecord) -> None:
-        self.absent |= record.absent
-        self.device = record.cell.device
-        self.gradients = max(self.gradients, float(record.facts.get("gradient bytes", 0)))
-        for variant, samples in record.samples.items():
-            steps = [samples[number].parts[PEAK] for number in sorted(samples)]
-            self.peak.setdefault(variant, []).append(max(steps))
-            self.settled.setdefault(variant, []).append(statistics.median(steps[-LAST_STEPS:]))
+    def heavier(self) -> list[str]:
+        """Sentences on the peers whose worst run needs less than the best of gradsync."""
+        words = []
+        for when, runs in (("peak", self.peak), ("settled", self.settled)):
+            for name in SHOWN:
+                if OURS in runs and name in runs and min(runs[OURS]) > (1 + SAME) * max(runs[name]):
+                    more = statistics.median(runs[OURS]) / statistics.median(runs[name])
+                    words.append(f"{when} memory, {more:.2f} of {name} ({count(len(runs[name]), 'run')})")
+        return words
 
+    def table(self) -> Table:
+        rows = []
+        for name, peaks in self.peak.items():
+            settled, more = self.settled[name], MISSING
+            if ALONE in self.settled and self.gradients:
+                above = statistics.median(settled) - statistics.median(self.settled[ALONE])
+                more = f"{above / self.gradients:+.2f}"
+            rows.append([name, _megabytes(peaks), _megabytes(settled), more])
+        rows += [[name, reason, MISSING, MISSING] for name, reason in self.absent.items()]
+        most = max(map(len, self.peak.values()))
+        spread = "median, lowest and highest" if most > 1 else "so its noise is not known"
+        return Table(
+            title=f"Memory of a rank, 2 ranks, {self.gradients / 1e6:.0f} MB of gradients",
+            columns=["variant", "peak MB", "settled MB", "settled above no wrapper, in sizes of the gradients"],
+            rows=rows,
+            note=f"Model, gradients, activations and everything the wrapper adds, {self.counted}. The peak includes "
+            "wrapping and the first steps, in which buckets are made anew; settled is what the last steps need. "
+            f"{count(most, 'run')} a peer: {spread}.",
+        )
 
-def heavier(memory: Memory) -> list[str]:
-    """The peers whose worst run needs less than the best of gradsync."""
-    words = []
-    for when, runs in (("peak", memory.peak), ("settled", memory.settled)):
-        for name in SHOWN:
-            if OURS in runs and name in runs and min(runs[OURS]) > (1 + SAME) * max(runs[name]):
-                more = statistics.median(runs[OURS]) / statistics.median(runs[name])
-                words.append(f"{when} memory, {more:.2f} of {name} ({count(len(runs[name]), 'run')})")
-    return words
+    def picture(self) -> Picture:
+        def draw(axes: "Axes", runs: Mapping[str, list[float]]) -> None:
+            sizes = {name: statistics.median(values) / 1e6 for name, values in runs.items()}
+            xlabel = f"MB a rank, {self.gradients / 1e6:.1f} MB of gradients"
+            _bars(axes, sizes, self.absent, form="{:.0f}", xlabel=xlabel, limit=sizes.get(ALONE))
 
-
-def memory_table(memory: Memory) -> Table:
-    rows = []
-    for name, peaks in memory.peak.items():
-        settled, more = memory.settled[name], MISSING
-        if ALONE in memory.settled and memory.gradients:
-            above = statistics.median(settled) - statistics.median(memory.settled[ALONE])
-            more = f"{above / memory.gradients:+.2f}"
-        rows.append([name, _megabytes(peaks), _megabytes(settled), more])
-    rows += [[name, reason, MISSING, MISSING] for name, reason in memory.absent.items()]
-    most = max(map(len, memory.peak.values()))
-    spread = "median, lowest and highest" if most > 1 else "so its noise is not known"
-    return Table(
-        title=f"Memory of a rank, 2 ranks, {memory.gradients / 1e6:.0f} MB of gradients",
-        columns=["variant", "peak MB", "settled MB", "settled above no wrapper, in sizes of the gradients"],
-        rows=rows,
-        note=(
-            f"Model, gradients, activations and everything the wrapper adds, {COUNTED[memory.device]}. The peak "
-            "includes wrapping and the first steps, in which buckets are made anew; settled is what the last steps "
-            f"need. {count(most, 'run')} a peer: {spread}."
-        ),
-    )
+        title, rivals = "Memory of a rank", [name for name in self.settled if name in SHOWN and name != OURS]
+        if OURS in self.settled and rivals:
+            settled = {name: statistics.median(values) / 1e6 for name, values in self.settled.items()}
+            best = min(rivals, key=lambda name: settled[name])
+            other = f"the best other, {best} {settled[best]:.0f} MB"
+            title = f"Memory in the long run: gradsync {settled[OURS]:.0f} MB a rank; {other}"
+        both = (("Peak, first steps included", self.peak), ("Settled", self.settled))
+        panels = [(when, partial(draw, runs=runs)) for when, runs in both]
+        reading = "The dashed line is the model without a wrapper. Memory that ranks share is counted once."
+        return picture("memory", title, panels, reading=reading, height=3.7, columns=0)
 
 
 def _megabytes(runs: Sequence[float]) -> str:
@@ -212,7 +219,7 @@ class Peers(Scenario):
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         memory = Memory(records)
-        return [_table(record) for record in _timed(records)] + ([memory_table(memory)] if memory.peak else [])
+        return [_table(record) for record in _timed(records)] + ([memory.table()] if memory.peak else [])
 
     def pictures(self, records: Sequence[CellRecord]) -> list[Picture]:
         timed, memory = _timed(records), Memory(records)
@@ -222,11 +229,11 @@ class Peers(Scenario):
         pictures = [_time_picture("links", emulated)] if emulated else []
         pictures += [_bytes_picture(hosts)] if hosts else []
         pictures += [_time_picture("real", real)] if real else []
-        return pictures + ([_memory_picture(memory)] if memory.peak else [])
+        return pictures + ([memory.picture()] if memory.peak else [])
 
     def reading(self, records: Sequence[CellRecord]) -> str:
         sentences = [sentence for record in _timed(records) if (sentence := _lead(record))]
-        behind = [words for record in _timed(records) for words in _behind(record)] + heavier(Memory(records))
+        behind = [words for record in _timed(records) for words in _behind(record)] + Memory(records).heavier()
         if behind:
             sentences.append(f"gradsync is behind in: {'; '.join(behind)}.")
         elif sentences:
@@ -397,24 +404,6 @@ def _bytes_picture(records: Sequence[CellRecord]) -> Picture:
     panels = [(record.cell.name, partial(draw, record=record)) for record in records]
     reading = "Read from the counters of the hosts' interfaces; where a host has two ranks, both send through one link."
     return picture("bytes", title, panels, reading=reading, height=3.7, columns=0)
-
-
-def _memory_picture(memory: Memory) -> Picture:
-    def draw(axes: "Axes", runs: Mapping[str, list[float]]) -> None:
-        sizes = {name: statistics.median(values) / 1e6 for name, values in runs.items()}
-        xlabel = f"MB a rank, {memory.gradients / 1e6:.1f} MB of gradients"
-        _bars(axes, sizes, memory.absent, form="{:.0f}", xlabel=xlabel, limit=sizes.get(ALONE))
-
-    title, rivals = "Memory of a rank", [name for name in memory.settled if name in SHOWN and name != OURS]
-    if OURS in memory.settled and rivals:
-        settled = {name: statistics.median(values) / 1e6 for name, values in memory.settled.items()}
-        best = min(rivals, key=lambda name: settled[name])
-        other = f"the best other, {best} {settled[best]:.0f} MB"
-        title = f"Memory in the long run: gradsync {settled[OURS]:.0f} MB a rank; {other}"
-    both = (("Peak, first steps included", memory.peak), ("Settled", memory.settled))
-    panels = [(when, partial(draw, runs=runs)) for when, runs in both]
-    reading = "The dashed line is the model without a wrapper. Memory that ranks share is counted once."
-    return picture("memory", title, panels, reading=reading, height=3.7, columns=0)
 
 
 def _title(words: str, values: Sequence[str]) -> str:

@@ -2,8 +2,17 @@
 
 All processes of a trial carry a mark in their environment, which identifies those that outlive it, and use a folder of
 their own for temporary files.
+
+The setups compared differ in who synchronizes and who starts the ranks. *Stock* is a script that follows the tutorials.
+*Tuned* is what torch offers against the same faults: a new store for every restart of the ranks, without which ranks
+that torchrun restarts read the addresses of the dead ones from it; a monitored barrier before every backward, which
+names the ranks that do not arrive; and a check of the gradients' norm before every step, which raises if it is not
+finite. (``TORCH_DISTRIBUTED_DEBUG=DETAIL`` would name ranks, too, but torch 2.13's wrapper crashes under it, here at
+least.) *Elastic* are setups whose ranks continue without a lost one: torchft's own wrapper, and
+``Accelerator(elastic=…)``.
 """
 
+import importlib.util
 import json
 import os
 import secrets
@@ -13,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -23,13 +32,26 @@ from types import FrameType
 from typing import IO, Any
 
 from gradsync.health.elastic import LIGHTHOUSE, Elastic, Lighthouse
-from gradsync.tools.bench.faults.judging import CUT_LINK, PAUSE_SECONDS, RANKS, Fault, FaultOutcome, Limits, has_noticed
-from gradsync.tools.bench.faults.program import EVENTS, HOST, PROGRAM, REPLICA, RESTARTS, SETUPS, TrialSettings
+from gradsync.tools.bench.fault_outcomes import ElasticJudge, FaultOutcome, Judge, Limits, has_noticed
+from gradsync.tools.bench.fault_program import (
+    CUT_LINK,
+    ELASTIC,
+    EVENTS,
+    HOST,
+    PAUSE_SECONDS,
+    PROGRAM,
+    RANKS,
+    REPLICA,
+    TORCHFT,
+    Fault,
+    TrialSettings,
+)
+from gradsync.tools.bench.peers import DDP, OURS, TUNED, Accelerate
 from gradsync.tools.lab.host import places_on
 from gradsync.tools.lab.lab import Lab
 from gradsync.tools.launch import RankProcesses, become
 
-__all__ = ["Trial", "outcomes"]
+__all__ = ["AGAINST_FAULTS", "RESTARTS", "SETUPS", "Trial", "outcomes", "run_replicas"]
 
 MARK = "FAULTS_TRIAL_MARK"
 SHARED_MEMORY = Path("/dev/shm")
@@ -38,6 +60,57 @@ POLL_SECONDS = 0.02
 VANISH_SECONDS = 3.0
 # Of torchft's ranks, once one has come to the end.
 GRACE_SECONDS, REPLICA_POLL_SECONDS = 5.0, 0.1
+
+RESTARTS = 3
+AGAINST_FAULTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One of the setups compared. ``launcher`` are the arguments of Python that start its ranks, before the settings;
+    ``variables`` what these find in the environment; ``judge`` says what going on is. ``needs`` is a module."""
+
+    name: str
+    launcher: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    judge: type[Judge] = Judge
+    needs: str = ""
+
+    def absent(self, case: str) -> str | None:
+        """Why it cannot take part, or None."""
+        if self.needs and importlib.util.find_spec(self.needs) is None:
+            return "not installed"
+        return "not measured between hosts" if case == CUT_LINK and self.judge is ElasticJudge else None
+
+
+def _calling(module: str, call: str) -> tuple[str, str]:
+    """Python's arguments for the call of a function."""
+    return "-c", f"import sys; from gradsync.tools.{module} import {call.partition('(')[0]}; sys.exit({call})"
+
+
+_TORCHRUN = (
+    *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"),
+    *(f"--max-restarts={RESTARTS}", "-m", PROGRAM),
+)
+# The launchers of `gradsync train`, and of `gradsync train --elastic`.
+_OURS = _calling("cli.launching", f"run_ranks_of({PROGRAM!r}, sys.argv[1:], nproc={RANKS}, max_restarts={RESTARTS})")
+_OURS_ELASTIC = _calling(
+    "cli.launching",
+    f"run_elastic_ranks_of({PROGRAM!r}, sys.argv[1:], nproc={RANKS}, ranks={RANKS}, min_ranks=1)",
+)
+_REPLICAS = _calling("bench.fault_trials", "run_replicas(sys.argv[1])")
+SETUPS = {
+    each.name: each
+    for each in (
+        Setup(name=OURS, launcher=_OURS),
+        Setup(name=DDP().name, launcher=_TORCHRUN),
+        Setup(name=TUNED, launcher=_TORCHRUN, variables=AGAINST_FAULTS),
+        Setup(name=Accelerate().name, launcher=_TORCHRUN, needs=Accelerate().needs),
+        # gradsync's lighthouse is that of torchft.
+        Setup(name=ELASTIC, launcher=_OURS_ELASTIC, judge=ElasticJudge, needs=TORCHFT),
+        Setup(name=TORCHFT, launcher=_REPLICAS, judge=ElasticJudge, needs=TORCHFT),
+    )
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +141,7 @@ class Trial:
         with tempfile.TemporaryDirectory(prefix="gradsync-faults-") as name:
             folder, temporary = Path(name), Path(name, "tmp")
             temporary.mkdir()
-            settings = TrialSettings(
-                peer=self.peer, folder=name, timeout=self.limits.timeout, fault=self.fault
-            ).as_json()
+            settings = TrialSettings(peer=self.peer, folder=name, timeout=self.limits.timeout, fault=fault).as_json()
             variables = {MARK: mark, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", **setup.variables}
             with (folder / "output").open("wb") as output:
                 start = self._fork if self.case == CUT_LINK else self._launch

@@ -1,118 +1,16 @@
-"""The faults that a rank may suffer, the moment of each, and what notes and output say came of it."""
+"""What came of a fault, by the notes of its ranks and the output of their launcher."""
 
 import math
-import os
-import random
 import re
-import signal
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from gradsync.tools.bench.fault_program import CUT_LINK, RANKS, WRONG_NUMBERS, Fault
 
-__all__ = [
-    "AFTERWARDS",
-    "CASES",
-    "CUT_LINK",
-    "PAUSE_SECONDS",
-    "RANKS",
-    "ElasticJudge",
-    "Fault",
-    "FaultOutcome",
-    "Judge",
-    "Limits",
-    "has_noticed",
-    "inject",
-]
+__all__ = ["ElasticJudge", "FaultOutcome", "Judge", "Limits", "has_noticed"]
 
-# How long a rank is stopped that is let go on: longer than it takes gradsync to say so.
-PAUSE_SECONDS = 7.0
-# Steps before the fault: what a wrapper learns in its first steps is learned by then. And after it, if they go on.
-EARLIEST, LATEST, AFTERWARDS = 8, 16, 14
-# Within a step, about as long as one takes.
-MOST_DELAY = 0.05
-CUT_LINK = "cut link"
-
-
-# Faults by name, in words.
-CASES = {
-    "kill -9": "one rank is killed",
-    "os._exit": "one rank ends its process with os._exit(7)",
-    "exception": "backward raises on one rank",
-    "SIGSTOP": "one rank is stopped, for good",
-    "pause": f"one rank is stopped, and goes on after {PAUSE_SECONDS:g} s",
-    "NaN": "the gradients of one rank are NaN, in one step",
-    "bit flip": "one bit of a parameter flips on one rank",
-    CUT_LINK: "the link of one host is cut",
-}
-WRONG_NUMBERS = ("NaN", "bit flip")
 ALL_LIVE = (*WRONG_NUMBERS, CUT_LINK)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """Which fault hits which rank, in which step and how many seconds into it."""
-
-    case: str
-    victim: int
-    step: int
-    delay: float
-
-    @classmethod
-    def draw(cls, case: str, seed: int, ranks: int) -> "Fault":
-        chance = random.Random(f"{case} {seed}")
-        return cls(
-            case=case,
-            victim=chance.randrange(ranks),
-            step=chance.randint(EARLIEST, LATEST),
-            delay=round(chance.uniform(0.0, MOST_DELAY), 4),
-        )
-
-    @property
-    def steps(self) -> int:
-        """How many steps the run has in all."""
-        return self.step + AFTERWARDS
-
-
-class FaultError(Exception):
-    """The error that a fault raises on purpose."""
-
-
-def inject(fault: Fault, model: nn.Module, note: Callable[[], None]) -> None:
-    """Inject the fault on this rank, in the step that begins now. ``note`` is called right before."""
-    parameter = list(model.parameters())[2]
-
-    def strike() -> None:
-        time.sleep(fault.delay)
-        note()
-        if fault.case == "os._exit":
-            os._exit(7)
-        if fault.case != CUT_LINK:
-            os.kill(os.getpid(), signal.SIGKILL if fault.case == "kill -9" else signal.SIGSTOP)
-
-    def invalidate(gradient: torch.Tensor) -> torch.Tensor:
-        handle.remove()
-        note()
-        if fault.case == "exception":
-            raise FaultError("raised on purpose, in backward")
-        return gradient * float("nan")
-
-    if fault.case in ("exception", "NaN"):
-        handle = parameter.register_hook(invalidate)
-    elif fault.case == "bit flip":
-        note()
-        # The lowest bit of an exponent: a number that is half or twice as large.
-        with torch.no_grad():
-            parameter.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 23)
-    else:
-        threading.Thread(target=strike, name="fault", daemon=True).start()
-
-
-RANKS = 3
 # A step that was under way may end as if nothing had happened, and so may the one that others have begun.
 UNDER_WAY = 2
 

@@ -1,30 +1,25 @@
-"""The setups compared, and the program of their ranks: a small training in which a fault hits one rank.
+"""The program of a rank in a fault trial: a small training in which a fault hits one rank, and notes of what it sees.
 
-*Stock* is a script that follows the tutorials. *Tuned* is what torch offers against the same faults: a new store for
-every restart of the ranks, without which ranks that torchrun restarts read the addresses of the dead ones from it; a
-monitored barrier before every backward, which names the ranks that do not arrive; and a check of the gradients' norm
-before every step, which raises if it is not finite. (``TORCH_DISTRIBUTED_DEBUG=DETAIL`` would name ranks, too, but
-torch 2.13's wrapper crashes under it, here at least.) *Elastic* are setups whose ranks continue without a lost one:
-torchft's own wrapper, and ``Accelerator(elastic=…)``.
-
-``python -m gradsync.tools.bench.faults.program SETTINGS``, with settings in JSON, under the launcher of the setup. The
-loop is the same for all whose ranks are restarted together: only wrapping differs, and they continue from the newest
-checkpoint. Nobody knows when a lost rank of an elastic setup comes back: its training ends some windows after it has,
-or after many without it.
+``python -m gradsync.tools.bench.fault_program SETTINGS``, with settings in JSON, under the launcher of a setup. The
+loop is the same for all setups whose ranks are restarted together: only wrapping differs, and they continue from the
+newest checkpoint. Nobody knows when a lost rank of an elastic setup comes back: its training ends some windows after
+it has, or after many without it.
 """
 
 import hashlib
 import importlib
-import importlib.util
 import json
 import logging
 import math
 import os
+import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,34 +28,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradsync.base.files import whole_file
 from gradsync.core.engine import ReplicaCheck, SyncPolicy
-from gradsync.tools.bench.faults.judging import AFTERWARDS, CUT_LINK, RANKS, ElasticJudge, Fault, Judge, inject
-from gradsync.tools.bench.peers import DDP, OURS, TUNED, Accelerate, Gradsync, MakeOptimizer, Peer, WrappedModel
+from gradsync.tools.bench.peers import (
+    DDP,
+    TUNED,
+    Accelerate,
+    Gradsync,
+    MakeOptimizer,
+    Peer,
+    WrappedModel,
+    torchft_manager,
+)
 
-__all__ = [
-    "AGAINST_FAULTS",
-    "CHECKPOINT_EVERY",
-    "ELASTIC",
-    "EVENTS",
-    "FINGERPRINTS_EVERY",
-    "MONITORED",
-    "PROGRAM",
-    "REPLICA",
-    "RESTARTS",
-    "SETUPS",
-    "TORCHFT",
-    "TogetherAgain",
-    "TrialSettings",
-]
+__all__ = ["CASES", "PROGRAM", "RANKS", "Fault", "TogetherAgain", "TrialSettings"]
 
+PROGRAM = "gradsync.tools.bench.fault_program"
 ELASTIC, TORCHFT = "gradsync elastic", "torchft"
-PROGRAM = "gradsync.tools.bench.faults.program"
-RESTARTS = 3
+RANKS, HOST = 3, "127.0.0.1"
 # A variable that says which rank it is, where torchrun has started it alone.
 REPLICA = "REPLICA_GROUP_ID"
+# How long a rank is stopped that is let go on: longer than it takes gradsync to say so.
+PAUSE_SECONDS = 7.0
+# Steps before the fault: what a wrapper learns in its first steps is learned by then. And after it, if they go on.
+EARLIEST, LATEST, AFTERWARDS = 8, 16, 14
+# Windows after the fault, with or without the rank that it hit: longer than it takes to start it again.
+MOST_AFTERWARDS = 600
+# Within a step, about as long as one takes.
+MOST_DELAY = 0.05
 FINGERPRINTS_EVERY = 5
 # Less than a group has for a collective, so that the barrier speaks first.
 MONITORED = timedelta(seconds=8)
@@ -69,14 +65,134 @@ CHECKPOINT_EVERY = 5
 # So that a step has a middle in which something can happen.
 THINKING_SECONDS = 0.02
 WIDTH, DEPTH, BATCH = 256, 6, 8
-# Windows after the fault, with or without the rank that it hit: longer than it takes to start it again.
-MOST_AFTERWARDS = 600
-HOST = "127.0.0.1"
 # All of the first ranks are known to the lighthouse by then.
 FIRST_HEARTBEATS = 0.5
 
+CUT_LINK, WRONG_NUMBERS = "cut link", ("NaN", "bit flip")
+# Faults by name, in words.
+CASES = {
+    "kill -9": "one rank is killed",
+    "os._exit": "one rank ends its process with os._exit(7)",
+    "exception": "backward raises on one rank",
+    "SIGSTOP": "one rank is stopped, for good",
+    "pause": f"one rank is stopped, and goes on after {PAUSE_SECONDS:g} s",
+    "NaN": "the gradients of one rank are NaN, in one step",
+    "bit flip": "one bit of a parameter flips on one rank",
+    CUT_LINK: "the link of one host is cut",
+}
 
-# -- the setups -------------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Which fault hits which rank, in which step and how many seconds into it."""
+
+    case: str
+    victim: int
+    step: int
+    delay: float
+
+    @classmethod
+    def draw(cls, case: str, seed: int, ranks: int) -> "Fault":
+        chance = random.Random(f"{case} {seed}")
+        return cls(
+            case=case,
+            victim=chance.randrange(ranks),
+            step=chance.randint(EARLIEST, LATEST),
+            delay=round(chance.uniform(0.0, MOST_DELAY), 4),
+        )
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run has in all."""
+        return self.step + AFTERWARDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSettings:
+    """Settings of a trial: ``peer`` is who synchronizes, ``timeout`` the seconds that its group has for a
+    collective."""
+
+    peer: str
+    folder: str
+    timeout: float
+    fault: Fault
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> "TrialSettings":
+        fields = json.loads(text)
+        return cls(**{**fields, "fault": Fault(**fields["fault"])})
+
+
+class Events(logging.Handler):
+    """Lines of a file that all ranks of all lives append to, with the time of a clock that all of them share.
+
+    Warnings of this process are among them.
+    """
+
+    def __init__(self, folder: Path, rank: int, life: int) -> None:
+        super().__init__(logging.WARNING)
+        self.rank, self.life = rank, life
+        self._descriptor = os.open(folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._common = {"rank": rank, "life": life, "process": os.getpid()}
+        logging.getLogger().addHandler(self)
+
+    def note(self, what: str, **more: Any) -> None:
+        line = json.dumps({"at": time.monotonic(), "what": what, **self._common, **more}) + "\n"
+        os.write(self._descriptor, line.encode())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.note("warned", text=record.getMessage())
+
+
+class FaultError(Exception):
+    """The error that a fault raises on purpose."""
+
+
+class FaultInjector:
+    """Injects the fault, once, on the rank that it is meant for, and notes the moment."""
+
+    def __init__(self, fault: Fault, model: nn.Module, events: Events) -> None:
+        self._fault, self._events = fault, events
+        self._parameter = list(model.parameters())[2]
+        self._is_due = events.life == 0 and events.rank == fault.victim
+
+    def before(self, step: int) -> None:
+        if not self._is_due or step != self._fault.step:
+            return
+        self._is_due = False
+        if self._fault.case in ("exception", "NaN"):
+            self._hook = self._parameter.register_hook(self._invalidate)
+        elif self._fault.case == "bit flip":
+            self._note()
+            # The lowest bit of an exponent: a number that is half or twice as large.
+            with torch.no_grad():
+                self._parameter.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 23)
+        else:
+            threading.Thread(target=self._strike, name="fault", daemon=True).start()
+
+    def _strike(self) -> None:
+        time.sleep(self._fault.delay)
+        self._note()
+        if self._fault.case == "os._exit":
+            os._exit(7)
+        if self._fault.case != CUT_LINK:
+            os.kill(os.getpid(), signal.SIGKILL if self._fault.case == "kill -9" else signal.SIGSTOP)
+
+    def _invalidate(self, gradient: Tensor) -> Tensor:
+        self._hook.remove()
+        self._note()
+        if self._fault.case == "exception":
+            raise FaultError("raised on purpose, in backward")
+        return gradient * float("nan")
+
+    def _note(self) -> None:
+        self._events.note("fault", step=self._fault.step)
+
+
+# -- the training of a rank -------------------------------------------------------------------------------------------
 
 
 def _fingerprints() -> ReplicaCheck:
@@ -107,122 +223,12 @@ GUARDED = Gradsync(settings={"on_bad_step": "skip", "replica_check": _fingerprin
 WRAPPERS: dict[str, Peer] = {peer.name: peer for peer in (GUARDED, DDP(), _Checked(), Accelerate())}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """One of the setups compared. ``launcher`` are the arguments of Python that start its ranks, before the settings;
-    ``variables`` what these find in the environment; ``judge`` says what going on is. ``needs`` is a module."""
-
-    name: str
-    launcher: tuple[str, ...]
-    variables: Mapping[str, str] = field(default_factory=dict)
-    judge: type[Judge] = Judge
-    needs: str = ""
-
-    def absent(self, case: str) -> str | None:
-        """Why it cannot take part, or None."""
-        if self.needs and importlib.util.find_spec(self.needs) is None:
-            return "not installed"
-        return "not measured between hosts" if case == CUT_LINK and self.judge is ElasticJudge else None
-
-
-AGAINST_FAULTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-def _calling(module: str, call: str) -> tuple[str, str]:
-    """Python's arguments for the call of a function."""
-    return "-c", f"import sys; from gradsync.tools.{module} import {call.partition('(')[0]}; sys.exit({call})"
-
-
-_TORCHRUN = (
-    *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"),
-    *(f"--max-restarts={RESTARTS}", "-m", PROGRAM),
-)
-# The launchers of `gradsync train`, and of `gradsync train --elastic`.
-_OURS = _calling("cli.launching", f"run_ranks_of({PROGRAM!r}, sys.argv[1:], nproc={RANKS}, max_restarts={RESTARTS})")
-_OURS_ELASTIC = _calling(
-    "cli.launching",
-    f"run_elastic_ranks_of({PROGRAM!r}, sys.argv[1:], nproc={RANKS}, ranks={RANKS}, min_ranks=1)",
-)
-_REPLICAS = _calling("bench.faults.trials", "run_replicas(sys.argv[1])")
-SETUPS = {
-    each.name: each
-    for each in (
-        Setup(name=OURS, launcher=_OURS),
-        Setup(name=DDP().name, launcher=_TORCHRUN),
-        Setup(name=TUNED, launcher=_TORCHRUN, variables=AGAINST_FAULTS),
-        Setup(name=Accelerate().name, launcher=_TORCHRUN, needs=Accelerate().needs),
-        # gradsync's lighthouse is that of torchft.
-        Setup(name=ELASTIC, launcher=_OURS_ELASTIC, judge=ElasticJudge, needs=TORCHFT),
-        Setup(name=TORCHFT, launcher=_REPLICAS, judge=ElasticJudge, needs=TORCHFT),
-    )
-}
-
-
-# -- a rank -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrialSettings:
-    """Settings of a trial: ``peer`` is who synchronizes, ``timeout`` the seconds that its group has for a
-    collective."""
-
-    peer: str
-    folder: str
-    timeout: float
-    fault: Fault
-
-    def as_json(self) -> str:
-        return json.dumps({**vars(self), "fault": vars(self.fault)})
-
-    @classmethod
-    def read(cls, text: str) -> "TrialSettings":
-        fields = json.loads(text)
-        return cls(**{**fields, "fault": Fault(**fields["fault"])})
-
-
-class Events(logging.Handler):
-    """Lines of a file that all ranks of all lives append to, with the time of a clock that all of them share."""
-
-    def __init__(self, folder: Path, rank: int, life: int) -> None:
-        super().__init__(logging.WARNING)
-        self.rank, self.life = rank, life
-        self._descriptor = os.open(folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._common = {"rank": rank, "life": life, "process": os.getpid()}
-
-    @classmethod
-    def listening(cls, folder: Path, rank: int, life: int) -> "Events":
-        """Notes whatever is warned of in this process, too."""
-        events = cls(folder, rank, life)
-        logging.getLogger().addHandler(events)
-        return events
-
-    def note(self, what: str, **more: Any) -> None:
-        line = json.dumps({"at": time.monotonic(), "what": what, **self._common, **more}) + "\n"
-        os.write(self._descriptor, line.encode())
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.note("warned", text=record.getMessage())
-
-
-class FaultInjector:
-    """Injects the fault, once, on the rank that it is meant for."""
-
-    def __init__(self, fault: Fault, model: nn.Module, events: Events) -> None:
-        self._fault, self._model, self._events = fault, model, events
-        self._is_due = events.life == 0 and events.rank == fault.victim
-
-    def before(self, step: int) -> None:
-        if self._is_due and step == self._fault.step:
-            self._is_due = False
-            inject(self._fault, self._model, lambda: self._events.note("fault", step=step))
-
-
 def main(text: str) -> None:
     settings = TrialSettings.read(text)
     torch.set_num_threads(1)
     train = {ELASTIC: _train_elastic, TORCHFT: _train_with_torchft}.get(settings.peer, _train)
     rank = int(os.environ["RANK"] if train is _train else os.environ.get(REPLICA, os.environ["RANK"]))
-    events = Events.listening(Path(settings.folder), rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    events = Events(Path(settings.folder), rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
     if train is _train:
         dist.init_process_group("gloo", timeout=timedelta(seconds=settings.timeout))
     torch.manual_seed(0)
@@ -357,20 +363,13 @@ def _train_with_torchft(settings: TrialSettings, model: nn.Module, events: Event
     torchft: Any = importlib.import_module("torchft")
     optimizer, together = make_optimizer(model.parameters()), TogetherAgain(fault=settings.fault)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "standing": together}
-
-    limit, store = timedelta(seconds=settings.timeout), TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=limit),
+    manager = torchft_manager(
+        HOST,
+        timeout=timedelta(seconds=settings.timeout),
         load_state_dict=partial(_load, parts),
         state_dict=partial(_states, parts),
         min_replica_size=1,
-        timeout=limit,
-        rank=0,
-        world_size=1,
-        store_addr=HOST,
-        store_port=store.port,
         replica_id=f"replica_{events.rank}",
-        hostname=HOST,
     )
     wrapped, stepping = torchft.DistributedDataParallel(manager, model), torchft.Optimizer(manager, optimizer)
     # Where all ranks fail with one, nobody is left to heal from.
