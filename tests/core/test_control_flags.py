@@ -6,6 +6,7 @@ way.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
 
 import pytest
@@ -17,6 +18,7 @@ from gradsync.communicator import choose_communicator
 from gradsync.communicator.transport_state import TransportState
 from gradsync.core.bucket.control_flags import step_gate
 from gradsync.errors import CommunicatorLostError
+from gradsync.reduction import Mean
 from tests.core.common import in_threads_and_processes
 from tests.fuse import Explosion, Fuse
 from tests.ranks import Ranks, ThreadRanks
@@ -185,6 +187,33 @@ def fail_at(name: str, at: int, scales: bool) -> list[Step]:
             )
         )
     return came
+
+
+def rebuild_before_the_step() -> list[list[float]]:
+    """Rank 0 fails in the second window. All ranks lay out their buckets again before the others step."""
+    communicator = choose_communicator()
+    model = DistributedDataParallel(Numbers().requires_grad_(True))
+    optimizer = OPTIMIZERS["fused AdamW"](model.parameters())
+    values = []
+    for window in range(4):
+        failed = False
+        with suppress(Explosion, PeerFailedError):
+            failed = True
+            model(communicator.rank + 1.0, window == 1 and communicator.rank == 0).backward()
+            failed = False
+        if window == 1:
+            model.synchronizer.reduce_with(Mean())
+        if not failed:
+            optimizer.step()
+        optimizer.zero_grad()
+        values.append([float(parameter.detach()) for parameter in model.parameters()])
+    return values
+
+
+def test_nobody_steps_on_a_failed_window_whose_buckets_are_gone(read_later: None) -> None:
+    first, *others = ThreadRanks(3).run(rebuild_before_the_step)
+    assert first[1] == first[0]
+    assert others == [first] * 2
 
 
 @pytest.mark.parametrize("scales", [False, True], ids=["plain", "scaled"])

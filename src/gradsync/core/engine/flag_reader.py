@@ -56,8 +56,10 @@ class FlagReader:
 
     def __init__(self, communicator: Communicator, skip_vote: SkipVote, notice: ReductionNotice) -> None:
         self._communicator, self._skip_vote, self._notice = communicator, skip_vote, notice
-        # The flags of the last window, on an accelerator, until they are read.
+        # The flags of the last window, on an accelerator, until they are read: on their way to the host, and in the
+        # bucket they came with.
         self._unread: HostCopy | None = None
+        self._control: torch.Tensor | None = None
         # Computed from those on the device, when an optimizer is about to step. See [Note: the step gate] in
         # :mod:`.step_guard`.
         self._gate: torch.Tensor | None = None
@@ -80,7 +82,7 @@ class FlagReader:
             self._evaluate(control.tolist())
         else:
             self.require_alive()
-            self._unread, self._gate = HostCopy(control), None
+            self._unread, self._control, self._gate = HostCopy(control), control, None
 
     def require_alive(self) -> None:
         """Raise the failure of the communicator, if there is one.
@@ -91,6 +93,11 @@ class FlagReader:
         failure = self._communicator.failure
         if failure is not None:
             raise copy_failure(failure)
+
+    def release_buckets(self) -> None:
+        """Take the flags out of the bucket they came with, which is about to go: a step may still be gated by them."""
+        if self._control is not None:
+            self._control = self._control.clone()
 
     # -- on an accelerator -----------------------------------------------------------------------------------------
 
@@ -131,13 +138,14 @@ class FlagReader:
                 self._notice.send(succeeded=False)
             self._notice.send(succeeded=True)
 
-    def gate_step(self, control: torch.Tensor, *, gated: bool) -> torch.Tensor | None:
-        """Keep an optimizer from a step on gradients that are not the mean, where ``control`` was not read yet.
+    def gate_step(self, *, gated: bool) -> torch.Tensor | None:
+        """Keep an optimizer from a step on gradients that are not the mean, where the flags were not read yet.
 
         If the step can be ``gated``, returns a tensor on the device that is 1.0 if it must change nothing. Otherwise
         the host waits, and raises if needed.
         """
-        if self._unread is None or self._communicator.world_size == 1:
+        control = self._control
+        if control is None or self._communicator.world_size == 1:
             return None
         if control.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
@@ -153,7 +161,7 @@ class FlagReader:
 
     def _take_unread(self) -> list[float]:
         assert self._unread is not None
-        votes, self._unread = self._unread.wait(), None
+        votes, self._unread, self._control = self._unread.wait(), None, None
         self.require_alive()
         return votes
 

@@ -80,6 +80,7 @@ class Pipeline:
 
     def set_buckets(self, buckets: Sequence[Bucket], observer: Observers | None = None) -> None:
         """Switch to different buckets."""
+        self.flags.release_buckets()
         self.buckets = list(buckets)
         self.observer = observer
         self._last = len(self.buckets) - 1

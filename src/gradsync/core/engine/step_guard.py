@@ -111,7 +111,7 @@ class StepGuard:
     def _gate_step(self, *, gated: bool) -> torch.Tensor | None:
         pipeline = self.engine.pipeline
         try:
-            gate = pipeline.flags.gate_step(pipeline.control, gated=gated)
+            gate = pipeline.flags.gate_step(gated=gated)
         except PeerFailedError:
             # As if it had been reported in backward.
             self.engine.clear()

@@ -75,7 +75,7 @@ class TrainSettings:
     weight_decay: float = LEARNING(0.1, "Weight decay (AdamW).", NOT_NEGATIVE)
     clip: float = LEARNING(1.0, "Maximum norm of the gradient.", POSITIVE)
     precision: Precision = LEARNING("fp32", "fp32, bf16, fp16 or fp64.", PRECISION)
-    seed: int = LEARNING(0, "Random seed of weights, data order and dropout.", SEED)
+    seed: int = LEARNING(0, "Random seed of weights and data order.", SEED)
     elastic: bool = RANKS(False, "Continue when ranks are lost, and let new ranks join (needs torchft).")
     min_ranks: int = RANKS(1, "With --elastic: minimum number of ranks; with fewer, training waits.", COUNT)
     bucket_mb: float | None = RANKS(None, "Bucket size in MiB; measured without it.", POSITIVE)
