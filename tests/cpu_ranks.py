@@ -10,6 +10,8 @@ _HEARD_LATER = "on GPUs the others hear of a failure at the step: tests/health/t
 _FLAT = "parameters lie in flat memory on CPU ranks only"
 _HELD_BACK = "on GPUs what is held back is known a window later: tests/core/test_gpu_stress.py"
 _HOST_WAITS = "on GPUs a wait orders streams, and the host waits inside CUDA, where no signal handler runs"
+_NO_ELASTIC = "elastic ranks refuse NCCL"
+_PACE = "on GPUs windows are timed by the device: tests/health/test_gpu_stragglers.py"
 _RECORDED = "unasked, only what runs on the CPU is recorded"
 _THREADS = "looks at what ranks that are threads leave in this process"
 _LONG = "takes long, and test_contract.py and test_window.py have its laws"
@@ -17,6 +19,7 @@ CPU_RANKS = {
     f"{file}::{test}" if test else file: reason
     for reason, files in {
         _ABSTAINING: {
+            "test_faulty_windows": ["test_every_window_is_told_in_its_own_place"],
             "test_abstaining": ["test_without_a_policy_too", "test_a_forward_that_was_given_up_spoils_no_other"],
             "test_skip_votes": [
                 "test_by_default_a_window_is_skipped_from_which_a_rank_abstains",
@@ -82,18 +85,29 @@ CPU_RANKS = {
         },
         _HELD_BACK: {
             "test_compression": [
+                "test_what_was_applied_and_what_is_held_back_is_all_there_was",
                 "test_nothing_is_lost_with_weights_that_change",
                 "test_several_ranks_of_a_host_keep_that_law",
                 "test_what_is_held_back_follows_the_scale_of_the_loss",
             ],
         },
         _HOST_WAITS: {
+            "test_missing_step": ["test_a_rank_that_leaves_out_a_step_is_named_with_what_it_did"],
             "test_readers": [
                 "test_after_ctrl_c_in_a_wait_the_model_can_be_saved",
                 "test_a_handler_that_saves_waits_inside_of_a_wait",
-            ]
+            ],
         },
         _LONG: {"test_attack": [""], "test_random_programs": [""], "test_soak": [""]},
+        _NO_ELASTIC: {
+            "test_elastic": [
+                "test_a_rank_that_lags_behind_gets_the_whole_state_of_rank_0_and_the_others_keep_theirs",
+            ]
+        },
+        _PACE: {
+            "test_recording": ["test_a_backward_that_sleeps_is_told_from_one_that_computes"],
+            "test_stragglers": ["test_a_window_that_failed_has_a_number_too"],
+        },
         _RECORDED: {
             "test_explain": ["test_a_sleep_in_one_layer_of_one_rank_is_the_first_advice"],
             "test_recording": [
@@ -120,7 +134,11 @@ CPU_RANKS = {
                 "test_bytes_are_those_of_one_model_every_so_many_steps",
                 "test_no_parameter_is_written_before_all_have_come",
             ],
-            "test_memory": ["test_ranks_that_are_threads_leave_torchs_class_as_it_was"],
+            "test_memory": [
+                "test_ranks_that_are_threads_leave_torchs_class_as_it_was",
+                "test_the_memory_is_free_at_once",
+            ],
+            "test_notebooks": ["test_an_accelerator_says_where_it_is_and_what_it_has"],
             "test_overlapped": [
                 "test_an_interrupted_close_goes_on",
                 "test_auto_says_what_it_chose",

@@ -106,7 +106,8 @@ def test_times_are_in_the_order_of_the_path(pair: RankPool, schedule: str) -> No
                 assert times.finish is not None
                 assert 0 <= times.ready <= times.start <= times.finish <= step.finished
                 assert times.ready <= step.backward_end
-                assert times.reduced is None or times.start <= times.reduced
+                # On a GPU its end may be timed a moment before its start has been noted.
+                assert times.reduced is None or times.start <= times.reduced + 1e-4
             starts = [times.start or 0.0 for times in step.buckets]
             assert starts == sorted(starts)
 

@@ -235,7 +235,7 @@ class GradientExchange:
         weights.require_announced()
         contributes = not self._drop_own_if_rejected() and contributes
         # Collectives follow, or may; and a rank without gradients has nothing to do but wait.
-        asks = counts or trains_more or at_once
+        asks = counts or trains_more or at_once or skip_vote.votes_to_skip
         waits = bool(self._arrangement.layout.sparse) or asks or not contributes or skip_vote.reads_at_once
         pipeline.flags.requests = Requests(
             weights=counts,
