@@ -35,8 +35,8 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("GRADSYNC_FAULTS_SEED", "0"))
-# Other tests share the GPU and its host meanwhile. The second that is promised, ``python -m tests.faults --device cuda``
-# holds, which does one after the other.
+# Other tests share the GPU and its host meanwhile. ``python -m tests.faults --device cuda`` has one fault after the
+# other, and holds them to the second that is promised.
 TIMES = Times(noticed=5.0)
 
 
