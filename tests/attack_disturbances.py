@@ -16,7 +16,7 @@ import torch
 from gradsync.errors import GradsyncError, MisuseError
 from tests.attack_programs import Program, Reader
 from tests.fuse import Explosion
-from tests.optim.test_readers import at_moment
+from tests.optim.test_readers import OURS, at_moment
 from tests.soak import MicroBatch, Paths
 
 __all__ = ["EVALUATED", "Disturbed", "Outcome", "Snapshot"]
@@ -60,8 +60,8 @@ class Disturbed:
     def __init__(self, program: Program) -> None:
         self.program, self.outcome = program, Outcome()
         self.number, self.section, self.is_over = 0, "", threading.Event()
-        # Bytecodes of a section, so far.
-        self.most = {"step": 1, "read": 1}
+        # Bytecodes of a section: a guess, and then the most so far.
+        self.most = {"step": 1000, "zero": 60, "read": 300}
         # What the next alarm does.
         self.on_alarm: Callable[[], None] | None = None
         self.may_interrupt = False
@@ -192,7 +192,8 @@ class Disturbed:
         if at is None:
             yield
             return
-        with at_moment(1 + int(at * self.most[section]), call) as count:
+        # What stands in the place of a repair that was taken out, too.
+        with at_moment(1 + int(at * self.most[section]), call, (*OURS, "attack_mutants")) as count:
             yield
         self.most[section] = max(self.most[section], count[0])
 

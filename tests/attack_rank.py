@@ -25,6 +25,8 @@ from tests.wires import fresh_wire
 __all__ = ["attack", "make_optimizers", "parameters_of_layers"]
 
 WIRE_SECONDS = 25.0
+# Of the moments in a step, those in which gradients are zeroed.
+ZERO_SHARE = 0.2
 
 
 class _Faulty:
@@ -175,9 +177,14 @@ class _Rank(Disturbed):
         self._enter("backward", window, end)
         is_well = self._backward(window)
         traced = next((shot for shot in shots if (shot.kind, shot.by) == ("handler", "bytecode")), None)
-        with self.at("step", traced and traced.at, self.handle):
-            self._enter("step", window, end)
-            self._step_and_zero(window, is_well=is_well)
+        at = None if traced is None else traced.at
+        # Zeroing is short beside the step, and has its own share of moments.
+        in_zero = at is not None and at < ZERO_SHARE
+        self._enter("step", window, end)
+        with self.at("step", None if in_zero else at, self.handle):
+            self._step_in_window(window, is_well=is_well)
+        with self.at("zero", at / ZERO_SHARE if at is not None and in_zero else None, self.handle):
+            self._zero(window)
         self._enter("read", window, end)
         for how in window.reads[self.rank]:
             self.read(how, f"read in window {self.number}", whole=True)
@@ -265,7 +272,7 @@ class _Rank(Disturbed):
             loss.backward()
         return loss
 
-    def _step_and_zero(self, window: Window, *, is_well: bool) -> None:
+    def _step_in_window(self, window: Window, *, is_well: bool) -> None:
         try:
             self._step(window, is_well=is_well)
         except PeerFailedError:
@@ -276,6 +283,8 @@ class _Rank(Disturbed):
             self.optimizer.step()
         if self.scheduler is not None and not window.is_skipped:
             self.scheduler.step()
+
+    def _zero(self, window: Window) -> None:
         if window.zeroes == "optimizer" and not self.program.optimizer.late:
             self.optimizer.zero_grad()
         elif window.zeroes == "in place" and not self.program.optimizer.late and self.scaler is None:
