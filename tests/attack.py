@@ -39,7 +39,7 @@ from tests.ranks import RankError, RankFailure, RankPool
 from tests.soak import hunt
 
 PROGRAM_SECONDS = 60.0
-MUTANT_PROGRAMS = 300
+MUTANT_PROGRAMS = 900
 
 
 class Attacker:

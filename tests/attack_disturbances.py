@@ -61,7 +61,7 @@ class Disturbed:
         self.program, self.outcome = program, Outcome()
         self.number, self.section, self.is_over = 0, "", threading.Event()
         # Bytecodes of a section: a guess, and then the most so far.
-        self.most = {"step": 1000, "zero": 60, "read": 300}
+        self.most = {"step": 1000, "zero": 250, "read": 300}
         # What the next alarm does.
         self.on_alarm: Callable[[], None] | None = None
         self.may_interrupt = False

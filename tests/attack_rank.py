@@ -26,7 +26,7 @@ __all__ = ["attack", "make_optimizers", "parameters_of_layers"]
 
 WIRE_SECONDS = 25.0
 # Of the moments in a step, those in which gradients are zeroed.
-ZERO_SHARE = 0.2
+ZERO_SHARE = 0.4
 
 
 class _Faulty:
