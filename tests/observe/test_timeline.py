@@ -19,6 +19,8 @@ from gradsync.optim.sharded import ShardedOptimizer
 from tests.ranks import RankPool, Ranks, pool_of
 
 LAYERS, WIDTH = 4, 16
+# Seconds. A device may time the end of a collective a moment before its start has been noted.
+CLOCK_SLACK = 1e-4 if torch.cuda.is_available() else 0.0
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +108,7 @@ def test_times_are_in_the_order_of_the_path(pair: RankPool, schedule: str) -> No
                 assert times.finish is not None
                 assert 0 <= times.ready <= times.start <= times.finish <= step.finished
                 assert times.ready <= step.backward_end
-                # On a GPU its end may be timed a moment before its start has been noted.
-                assert times.reduced is None or times.start <= times.reduced + 1e-4
+                assert times.reduced is None or times.start <= times.reduced + CLOCK_SLACK
             starts = [times.start or 0.0 for times in step.buckets]
             assert starts == sorted(starts)
 

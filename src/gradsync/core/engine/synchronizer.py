@@ -220,7 +220,6 @@ class Synchronizer:
         self._refusal = reason
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def before_forward(self, module: nn.Module, compiler: Any = None) -> None:
         """Prepare for a forward of ``module``, with gradients on or off; compiled if ``compiler`` is given."""
         if self._refusal is not None:
