@@ -22,6 +22,8 @@ from tests.ranks import (
     Sharing,
     ThreadRanks,
     close_pools,
+    join_mps,
+    mps_for_all,
     nccl_pool_of,
     over_nccl,
     pool_of,
@@ -45,8 +47,10 @@ NCCL: list[tuple[Sharing, int]] = [("mps", 2), ("mps", 3), ("slices", 2), ("slic
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Of xdist, for each worker: what they all would import is imported by one process."""
+    """Of xdist, for each worker: what they all would import is imported by one process, and they share one MPS."""
     node.workerinput["zygote"] = zygote.address()
+    if HAS_GPU and PRETEND not in os.environ:
+        node.workerinput["mps"] = mps_for_all()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,6 +80,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(AtOnce())
     if hasattr(config, "workerinput"):
         zygote.share(config.workerinput["zygote"])
+        if "mps" in config.workerinput:
+            join_mps(config.workerinput["mps"])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -221,7 +227,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_breadth([item for item in items if item not in set(on_gpu)])
     choose_on_gpu(on_gpu)
     take_turns(items)
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    # Programs with a GPU of their own take longest.
+    items.sort(key=lambda item: (item.get_closest_marker("xdist_group") is None, item.path.stem not in LONG_ON_GPU))
+
+
+LONG_ON_GPU = {"test_bench_gpu", "test_gpu_faults", "test_gpu_stragglers", "test_lab_gpu", "test_one_gpu"}
 
 
 def is_law(item: pytest.Item) -> bool:
@@ -303,11 +313,13 @@ def choose_on_gpu(items: list[pytest.Item]) -> None:
 
 
 def take_turns(items: list[pytest.Item]) -> None:
-    """Time slices are shared by all that run: more workers would not be faster. One has pairs, one has more ranks."""
+    """Time slices are shared by all that run: more workers would not be faster. And MPS has 48 clients at most."""
     for item in items:
         found = ON_GPU.search(item.name)
         if found is not None and found.group(1) == "slices":
-            item.add_marker(pytest.mark.xdist_group("pairs" if found.group(2) in (None, "2") else "more"))
+            item.add_marker(pytest.mark.xdist_group("slices"))
+        elif found is not None and found.group(2) == "4":
+            item.add_marker(pytest.mark.xdist_group("mps-4"))
 
 
 def left_out(cases: list[pytest.Item]) -> list[pytest.Item]:

@@ -64,6 +64,10 @@ GPU_RUN_TIMEOUT = 30.0
 # After a first failure the others get this long to fail too: their tracebacks often tell the other half.
 GRACE = 2.0
 MPS_RESTART = 2.0
+# How long ranks on a GPU may take to end their collectives before they are killed.
+ABORT_TIMEOUT = 5.0
+# Asks a rank on a GPU to do so. Nobody else uses it.
+ABORT = signal.SIGRTMIN + 7
 CLOSE_TIMEOUT = 10.0
 GROUP_TIMEOUT = timedelta(seconds=30)
 PROBE_TIMEOUT = timedelta(seconds=2)
@@ -77,6 +81,8 @@ PRETEND = "GRADSYNC_TESTS_PRETEND_GPU"
 TORCH_NOISE = (
     r"`torch\.jit\.",  # at the import of torch.compile's backend and of torch.distributed.optim
     r"Attempting to run cuBLAS, but there was no current CUDA context",  # where autograd's thread is the first to do so
+    r"Sparse invariant checks are implicitly disabled",  # where a sparse tensor is made on a device, once a process
+    r"Specified kernel cache directory could not be created",  # where several ranks create it at the same time
 )
 
 
@@ -179,10 +185,17 @@ class RankPool:
     there is none.
     """
 
-    def __init__(self, world_size: int, backend: Backend = "gloo", gpu: "SharedGpu | None" = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        backend: Backend = "gloo",
+        gpu: "SharedGpu | None" = None,
+        more: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.world_size = world_size
         self._backend = backend
         self._gpu = gpu
+        self._more = more
         self._patience = RUN_TIMEOUT if gpu is None else GPU_RUN_TIMEOUT
         # Tests for threads have functions of their own.
         self._pickler = _Pickler if backend == "gloo" else _CodePickler
@@ -260,6 +273,8 @@ class RankPool:
     def kill(self) -> None:
         """End the processes now. The next `run` starts new ones."""
         workers, self._workers = self._workers, []
+        if self._backend == "nccl":
+            _abort_collectives(workers)
         for worker in workers:
             worker.kill()
         self._store = None
@@ -285,7 +300,7 @@ class RankPool:
         self._store = _store(0, is_master=True)
         try:
             for rank in range(self.world_size):
-                more = {} if self._gpu is None else self._gpu.variables(rank)
+                more = {**({} if self._gpu is None else self._gpu.variables(rank)), **self._more}
                 self._workers.append(_Worker.start(rank, self.world_size, self._store.port, self._backend, more))
             self._collect("start", START_TIMEOUT, patient=False)
         except BaseException:
@@ -404,8 +419,29 @@ class _Worker:
         self.output.close()
 
 
+def _abort_collectives(workers: list[_Worker]) -> None:
+    """Let ranks on a GPU end by themselves: one that is killed in the middle of a kernel takes the server of MPS, which
+    all tests share, along."""
+    for worker in workers:
+        worker.process.send_signal(ABORT)
+    deadline = time.monotonic() + ABORT_TIMEOUT
+    for worker in workers:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _abort_when_asked() -> None:
+    """A thread of a rank on a GPU, which is woken also while the others wait in the device."""
+    signal.sigwait({ABORT})
+    with contextlib.suppress(Exception):
+        dist.distributed_c10d._abort_process_group()
+    os._exit(1)
+
+
 _pools: dict[tuple[int, Sharing | None], RankPool] = {}
 _gpus: "dict[Sharing, SharedGpu]" = {}
+# The variables of an MPS daemon that another process has started: several would share the GPU by time slices.
+_mps: Mapping[str, str] | None = None
 # How the NCCL ranks share their GPU that stand in for all others, while they do.
 _over: Sharing | None = None
 
@@ -428,13 +464,31 @@ def pool_of(world_size: int) -> RankPool:
 
 def nccl_pool_of(world_size: int, sharing: Sharing) -> RankPool:
     """The pool of NCCL ranks on one GPU that all tests share; gradsync/tools/lab/gpu.py says how they share the GPU."""
-    from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
-
     if PRETEND in os.environ:
         return _pools.setdefault((world_size, sharing), RankPool(world_size, "pretended"))
+    joins = sharing == "mps" and _mps is not None
+    gpu = _gpu_by("slices" if joins else sharing)
+    more = _mps if joins and _mps is not None else {}
+    return _pools.setdefault((world_size, sharing), RankPool(world_size, "nccl", gpu, more))
+
+
+def _gpu_by(sharing: Sharing) -> "SharedGpu":
+    from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
+
     if sharing not in _gpus:
         _gpus[sharing] = SharedGpu(SharedGpuPlan(mps=sharing == "mps")).__enter__()
-    return _pools.setdefault((world_size, sharing), RankPool(world_size, "nccl", _gpus[sharing]))
+    return _gpus[sharing]
+
+
+def mps_for_all() -> dict[str, str]:
+    """The variables of this process's MPS daemon, which is started if it is not yet: for `join_mps` elsewhere."""
+    return {name: value for name, value in _gpu_by("mps").variables(0).items() if name.startswith("CUDA_MPS_")}
+
+
+def join_mps(variables: Mapping[str, str]) -> None:
+    """Use the MPS daemon that another process has started."""
+    global _mps
+    _mps = variables
 
 
 @atexit.register
@@ -458,10 +512,13 @@ def serve(rank: int, world_size: int, port: int, backend: str, descriptor: int) 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     for message in TORCH_NOISE:
-        warnings.filterwarnings("ignore", message, DeprecationWarning)
+        warnings.filterwarnings("ignore", message)
     connection = Connection(descriptor)
     store = _store(port, is_master=False)
     if backend == "nccl":
+        # Blocked in all threads that start from here on.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {ABORT})
+        threading.Thread(target=_abort_when_asked, daemon=True).start()
         global _device
         _device = torch.device("cuda", 0)
         torch.cuda.set_device(_device)

@@ -51,7 +51,7 @@ def begun() -> Outstanding:
 def guarded(timeout: float = math.inf) -> tuple[Guards, Any]:
     wire = InProcessWorld(1).communicator(0)
     guards = Guards(wire, timeout)
-    guards.add(wire, str)
+    guards.add(wire, str, lambda number, message: None)
     wire.state.outstanding = begun()
     return guards, wire
 
@@ -237,6 +237,36 @@ def test_a_wait_on_a_device_ends_before_the_timeout_of_the_group() -> None:
     assert "rank 0 waited 4 s in window 4, in collective 12 (all_reduce sum of 3 × torch.float32)" in said
     assert "the timeout of the group is 4 s" in said
     assert alive
+
+
+def hear_of_what_was_given_up() -> tuple[str, str, list[Any]]:
+    """Rank 1 has given up two communicators, one of them over a device; then this rank gives up a third."""
+    with Hub() as hub:
+        line = hub.lines[1]
+        on_device, on_host, own = (InProcessWorld(1).communicator(0) for _ in range(3))
+        for wire in (on_device, on_host, own):
+            hub.agent.guard(wire)
+        on_device.state.outstanding = begun()
+        for number, words in ((7, "there is none"), (1, "rank 1 is out of luck"), (0, "rank 1 is out of luck")):
+            line.send({"given_up": number, "words": words})
+        assert eventually(lambda: on_device.failure is not None)
+        for _ in range(2):
+            own.abort("no luck here either")
+        line.connection.settimeout(5.0)
+        told: list[Any] = []
+        assert eventually(lambda: told.extend(each for each in line.receive() if "given_up" in each) or bool(told))
+        time.sleep(0.2)
+        told += [each for each in line.receive() if "given_up" in each]
+        return str(on_device.failure), str(on_host.failure), told
+
+
+def test_what_a_rank_gives_up_the_others_lose_at_once_where_only_devices_wait() -> None:
+    ((said, on_host, told),) = pool_of(1).run(hear_of_what_was_given_up)
+    assert said == "rank 1 is out of luck"
+    assert on_host == "None"
+    (message,) = told
+    assert message["given_up"] == 2
+    assert message["words"].endswith("has given its communicator up: no luck here either")
 
 
 # -- how collectives get there ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradsync
-from tests.ranks import RankPool
+from tests.ranks import RankError, RankPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -226,3 +226,18 @@ def weigh() -> None:
 @two_or_three
 def test_a_rank_without_a_backward_follows_on_a_device(nccl_ranks: RankPool) -> None:
     nccl_ranks.run(weigh)
+
+
+def wrap_with_a_buffer_on_the_host() -> None:
+    model = make_model()
+    model.register_buffer("steps", torch.zeros((), device="cpu"))
+    gradsync.DistributedDataParallel(model)
+
+
+@two_or_three
+def test_a_buffer_on_the_host_is_named_with_the_remedy(nccl_ranks: RankPool) -> None:
+    for error in nccl_ranks.run(wrap_with_a_buffer_on_the_host, expect_errors=True):
+        assert isinstance(error, RankError)
+        assert error.kind == "ConfigurationError", error.traceback
+        assert error.message.startswith("buffer 'steps' is on the CPU")
+        assert "module.to(device)" in error.message

@@ -239,7 +239,7 @@ def test_a_sampler_sees_waits_and_how_long_nothing_has_changed() -> None:
     wire = InProcessWorld(1).communicator(0)
     guards = Guards(wire)
     for _ in range(2):
-        guards.add(wire, str)
+        guards.add(wire, str, lambda number, message: None)
     assert guards.states == [wire.state]
     sampler = Sampler(lambda: guards.states)
     sampler.add(first)
@@ -293,7 +293,7 @@ def test_whatever_is_read_as_a_standing_does_no_harm(told: Any) -> None:
 def hear(told: list[Any]) -> tuple[list[Any], dict[int, Any]]:
     with Hub() as hub:
         for each in told:
-            for name in ("beat", "suspects", "ended", "error"):
+            for name in ("beat", "suspects", "ended", "error", "given_up"):
                 hub.agent._take(HUB, {"beat": {}, name: each} if name == "suspects" else {name: each}, 0.0)
         return hub.agent._reported, hub.agent._detector.exits
 

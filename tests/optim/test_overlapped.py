@@ -252,6 +252,25 @@ class Fragile(Lamb):
             raise RuntimeError("out of luck")
 
 
+def zero_behind_the_step() -> list[bool]:
+    """Whether means that were zeroed in place after a step count as changed, before others are written over them."""
+    rank, model = choose_communicator().rank, wrapped()
+    optimizer = OverlappedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    found = []
+    for step in range(4):
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        found.append(model.synchronizer.window._snapshot.is_unchanged)
+        optimizer.flush()
+    return found
+
+
+def test_means_that_are_zeroed_behind_a_step_are_changed_at_once(ranks: Ranks) -> None:
+    for found in ranks.run(zero_behind_the_step):
+        assert not any(found)
+
+
 def raise_in_an_update() -> tuple[list[str], int]:
     rank, model = choose_communicator().rank, wrapped()
     optimizer = OverlappedOptimizer(Fragile(model.parameters()), model)

@@ -26,13 +26,16 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.autograd.profiler import record_function
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
 
 from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimizer
 from gradsync.communicator import Communicator, choose_communicator
 from gradsync.errors import GradsyncError, MisuseError
 from gradsync.optim.sharded.gather import AwaitedParameter, Gather, Gathers
-from gradsync.optim.sharded.update_thread import UpdateThread
+from gradsync.optim.sharded.update_thread import UpdateThread, end_records_at_once
 from tests.optim.training import assert_same, batch, filled, parameters_of, take_steps, train_step
 from tests.ranks import Ranks
 from tests.scripts import run_scripts
@@ -323,6 +326,28 @@ def test_a_signal_handler_reads_parameters_of_one_step(ranks: Ranks, kind: str, 
     assert 0 < befores < steps
 
 
+def test_no_python_code_runs_where_a_record_ends_with_torch_functions_switched_off() -> None:
+    """Of a mode either, as that of torch.set_default_device(): see [Note: switched off]."""
+    end_records_at_once()
+    switched_on = []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            switched_on.append(torch._C._is_torch_function_enabled())
+            return func(*args, **(kwargs or {}))
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with Watching(), record_function("sums"):
+            torch.ones(3).sum()
+        torch.ones(3).prod()
+    assert len(switched_on) >= 2
+    assert all(switched_on)
+    (record,) = [event for event in profiler.events() if event.name == "sums"]
+    within = {event.name for event in profiler.events() if event.time_range.end <= record.time_range.end}
+    assert "aten::sum" in within
+    assert "aten::prod" not in within
+
+
 def pickle_at_every_moment(kind: str, steps: int) -> int:
     """Modules are pickled with their parameters, and not by way of a state_dict()."""
     rank, model = choose_communicator().rank, wrapped()
@@ -600,7 +625,12 @@ def train_and_forget(kind: str, mode: Any) -> list[bool]:
         return [weakref.ref(each) for each in (model.synchronizer.engine, optimizer, next(model.parameters()))]
 
     references = work()
+    # Threads that wait for a device let go of what they hold when it has ended.
+    deadline = time.monotonic() + 10.0
     gc.collect()
+    while any(reference() is not None for reference in references) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        gc.collect()
     return [reference() is None for reference in references]
 
 

@@ -307,6 +307,7 @@ def test_an_emulated_model_takes_its_time_on_the_gpu() -> None:
     loss.backward()
     marks.append(device.mark())
     device.finish()
-    assert device.seconds(*marks[:2]) == pytest.approx(0.02, rel=0.25)
-    assert device.seconds(*marks[1:]) == pytest.approx(0.04, rel=0.25)
+    # Others that use the device meanwhile only make it longer.
+    assert device.seconds(*marks[:2]) > 0.75 * 0.02
+    assert device.seconds(*marks[1:]) > 0.75 * 0.04
     assert all(parameter.grad is not None and bool((parameter.grad == 6.0).all()) for parameter in model.parameters())

@@ -176,7 +176,10 @@ class BaseCommunicator:
         return here(collective)
 
     def abort(self, reason: str) -> None:
-        self._give_up(self._given_up_text(reason), reason)
+        message, is_news = self._given_up_text(reason), not self._aborted
+        self._give_up(message, reason)
+        if is_news and self.state.report_given_up is not None:
+            self.state.report_given_up(message)
 
     def lose(self, message: str) -> None:
         """Other ranks are known to be gone from an outside source: raise CommunicatorLostError with ``message`` here.

@@ -159,6 +159,7 @@ class TransportState:
         "lost_after",
         "lost_rank",
         "outstanding",
+        "report_given_up",
         "started",
         "waits",
     )
@@ -178,6 +179,8 @@ class TransportState:
         self.device_timeout = math.inf
         # May know more about the other ranks than the communicator does: it gets a failure message, and completes it.
         self.complete_message: Callable[[str], str] | None = None
+        # Reports to the other ranks that this one has given the communicator up, with a message: no device tells them.
+        self.report_given_up: Callable[[str], None] | None = None
 
     def next_place(self) -> int:
         self.started = place = next(self._places)

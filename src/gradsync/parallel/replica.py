@@ -90,6 +90,7 @@ class Replica:
             self.recorder = choose_recorder(policy.observer, self.device)
         if init_sync:
             require_agreement(communicator, "the wrapped module", self._described(policy))
+            self._require_devices(communicator, sync_buffers)
             states = [*self.parameters, *(self.buffers if sync_buffers else [])]
             broadcast_tensors(states, communicator)
             set_watch(communicator)
@@ -107,6 +108,22 @@ class Replica:
         watch_model(synchronizer, communicator)
         attach_recorder(self.recorder, synchronizer, type(self.module).__name__, communicator, meets=init_sync)
         return synchronizer
+
+    def _require_devices(self, communicator: Communicator, sync_buffers: bool) -> None:
+        """Refuse what is on the CPU where ranks only exchange tensors on another device, as over NCCL."""
+        if communicator.device.type == "cpu" or communicator.world_size == 1:
+            return
+        states = {spec.name: parameter for spec, parameter in zip(self.specs, self.parameters, strict=True)}
+        buffers = self.named_buffers if sync_buffers else {}
+        on_cpu = [f"parameter {name!r}" for name, each in states.items() if each.device.type == "cpu"]
+        on_cpu += [f"buffer {name!r}" for name, each in buffers.items() if each.device.type == "cpu"]
+        if on_cpu:
+            found = f"{on_cpu[0]} is" if len(on_cpu) == 1 else f"{on_cpu[0]} and {len(on_cpu) - 1} more are"
+            raise ConfigurationError(
+                f"{found} on the CPU, but {communicator} exchanges only tensors on {communicator.device.type}. Move "
+                "the whole module with module.to(device) before wrapping it, or initialize the process group with "
+                'backend "cpu:gloo,cuda:nccl"'
+            )
 
     def watch(self, wrapper: nn.Module) -> None:
         """Refuse parameters that are added to ``wrapper`` itself, too: they are not part of the module."""

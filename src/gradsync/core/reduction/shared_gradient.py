@@ -157,8 +157,10 @@ def _zero(gradients: Sequence[SharedGradient], result: Any) -> Any:
     for gradient in gradients:
         gradient.group.forget()
         if gradient.group.are_consumed:
-            # The memory is in other use: it is zeroed when it comes back.
+            # The memory is in other use: it is zeroed when it comes back. It counts as changed now: on a device the
+            # collective that writes new values there does not tell.
             gradient.zeroed = True
+            torch.autograd.graph.increment_version(gradient)
         else:
             # Without Python code inside, as above.
             torch._C._disabled_torch_function_impl(torch.Tensor.zero_, (), (gradient,), {})

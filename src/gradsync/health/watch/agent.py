@@ -145,7 +145,7 @@ class Agent:
             # Those that run its collectives know what the device has finished.
             for part in getattr(communicator, "communicators", ()):
                 self.guard(part)
-        self._guards.add(communicator, self.failure_message)
+        self._guards.add(communicator, self.failure_message, self.report_given_up)
 
     def failure_message(self, message: str) -> str:
         """The text of a failure: ``message``, and what is known of the ranks that may have caused it."""
@@ -166,6 +166,10 @@ class Agent:
     def report_error(self, message: str) -> None:
         """Report to the others now, and not at exit, that this rank has raised and may continue."""
         self._request(partial(self._send_error, message))
+
+    def report_given_up(self, number: int, words: str) -> None:
+        """Report to the others that this rank has given up the communicator of that number."""
+        self._request(partial(self._take, self.plan.me, {"given_up": number, "words": words[:MOST_LETTERS]}))
 
     def describe(self) -> dict[str, Any]:
         """What the others have reported, for a dump."""
@@ -300,15 +304,23 @@ class Agent:
             with self._news:
                 self._detector.add_error(number, error)
         elif "dump" in message:
-            # From the rank that was asked to the hub, and from there to all others.
-            for other, line in self._lines.items():
-                if other != number and (self._is_hub or number == self.plan.me):
-                    line.send(message)
+            self._pass_on(number, message)
             # The rank that was asked has written already.
             if number != self.plan.me:
                 self._write_dump()
+        elif "given_up" in message:
+            self._pass_on(number, message)
+            if number != self.plan.me:
+                words = str(message.get("words"))[:MOST_LETTERS]
+                self._guards.given_up(from_json_or(int, message["given_up"], -1), words)
         else:
             self._pacing.take(number, message, now)
+
+    def _pass_on(self, number: int, message: dict[str, Any]) -> None:
+        """Send a message of rank ``number`` to all others: it goes to the hub, and from there to them."""
+        for other, line in self._lines.items():
+            if other != number and (self._is_hub or number == self.plan.me):
+                line.send(message)
 
     def _knows(self, *ranks: int) -> bool:
         return all(0 <= rank < len(self.plan.members) for rank in ranks)

@@ -10,6 +10,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from gradsync.communicator import BaseCommunicator, ProcessGroupCommunicator
@@ -41,7 +42,12 @@ class Guards:
         # Those on which the host never waits: their collectives are ordered on a device.
         self._ahead: set[int] = set()
 
-    def add(self, communicator: BaseCommunicator, complete_message: Callable[[str], str]) -> None:
+    def add(
+        self,
+        communicator: BaseCommunicator,
+        complete_message: Callable[[str], str],
+        report_given_up: Callable[[int, str], None],
+    ) -> None:
         state = communicator.state
         if state not in self.states and len(self.states) < MOST_COMMUNICATORS:
             # Another list: the thread of the watch may be looking at this one.
@@ -55,6 +61,7 @@ class Guards:
         if communicator.device.type != "cpu":
             self._ahead.add(number)
         state.complete_message = complete_message
+        state.report_given_up = partial(report_given_up, number)
         state.device_timeout = self._device_timeout
 
     def find_stranded(self, exits: Sequence[tuple[ExitRecord, float]], now: float) -> Iterator[tuple[int, ExitRecord]]:
@@ -94,6 +101,14 @@ class Guards:
         Time counts as in torch: since the host has started them, however long the device took to come to them.
         """
         return [(number, each) for number, each in self._on_devices() if now - each.started_at >= self._device_timeout]
+
+    def given_up(self, number: int, message: str) -> None:
+        """Lose a communicator that another rank has given up. On the CPU its own connections tell, and tell more."""
+        if not 0 <= number < len(self.states):
+            return
+        state = self.states[number]
+        if state.failure is None and (number in self._ahead or state.outstanding is not None):
+            self.lose(number, message)
 
     def _on_devices(self) -> Iterator[tuple[int, StartedCollective]]:
         for number, state in enumerate(self.states):

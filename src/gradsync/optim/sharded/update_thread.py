@@ -195,8 +195,7 @@ def end_records_at_once() -> None:
     ``torch.sum(parameter)`` looks up none.
     """
     leave = record_function.__exit__
-    end = getattr(torch.ops.profiler._record_function_exit._RecordFunction, "_op", None)
-    if end is None or hasattr(leave, "_told_to_gradsync"):
+    if hasattr(leave, "_told_to_gradsync"):
         return
 
     @functools.wraps(leave)
@@ -208,7 +207,9 @@ def end_records_at_once() -> None:
         finally:
             self.run_callbacks_on_exit = ends
         if ends:
-            torch._C._disabled_torch_function_impl(end, (), (self.record,), {})
+            # The record ends with its last reference. A call that ends it would go through torch function modes, such
+            # as that of torch.set_default_device(), which are Python code.
+            self.record = None
 
     leave_at_once._told_to_gradsync = True  # type: ignore[attr-defined]
     record_function.__exit__ = leave_at_once  # type: ignore[method-assign]
