@@ -15,12 +15,11 @@ from gradsync.tools.bench.scenarios.communicators import variant_name as message
 from gradsync.tools.bench.scenarios.compression import SENT_COLOURS, SHOWN, reduction_name
 from gradsync.tools.bench.scenarios.convergence import PERIODS, RATES
 from gradsync.tools.bench.scenarios.convergence import variant_name as trained_name
-from gradsync.tools.bench.scenarios.scaling import HOST
-from gradsync.tools.bench.workload import Pattern
+from gradsync.tools.bench.workload import PROCESSOR, Pattern
 
 __all__ = ["VARIANTS", "Written", "record_of", "stored", "trained"]
 
-PARTS = ("forward", "backward", "exposed", "optimizer", "training", "loss", "named", "left", "peak bytes", HOST)
+PARTS = ("forward", "backward", "exposed", "optimizer", "training", "loss", "named", "left", "peak bytes", PROCESSOR)
 VARIANTS = {
     "accumulation": ["no wrapper", *map(" · ".join, product(("DDP", "Accelerate", "gradsync"), Pattern))],
     "overlap": ["no wrapper", "DDP tuned", "naive", "bucketed", "gradsync"],
@@ -110,7 +109,7 @@ class Written(Scenario):
         return [Cell(name="one", ranks=1, rounds=2), Cell(name="two", ranks=1, rounds=2)]
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
-        return [gpu_cell(f"{ranks} ranks", quick=quick, step_seconds=0.0, ranks=ranks) for ranks in (1, 2)]
+        return [gpu_cell(f"{ranks} ranks", quick=quick, each=0.0, ranks=ranks) for ranks in (1, 2)]
 
     def drive(self, cell: Cell, place: Any, rows: RowFile, progress: Any) -> None:
         rows.fact("gpu", "NVIDIA H200")

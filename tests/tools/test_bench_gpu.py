@@ -125,7 +125,7 @@ def test_without_mps_ranks_take_turns_and_a_line_says_so(
 
 
 def test_ranks_share_a_gpu_as_their_cell_says() -> None:
-    cell = gpu_cell("three", quick=True, step_seconds=0.1, ranks=3)
+    cell = gpu_cell("three", quick=True, each=0.1, ranks=3)
     with place_of(replace(cell, sharing=str(GpuSharing.SLICES))) as place:
         assert isinstance(place, SharedGpu)
         assert (place.plan.ranks, place.plan.mps) == (3, False)

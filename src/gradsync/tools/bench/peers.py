@@ -26,21 +26,26 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from gradsync.communicator import Communicator
+from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.core.engine.observer import Observer
 from gradsync.core.engine.policy import Schedule
+from gradsync.core.reduction.auto import DECIDED_AFTER as REDUCTION_DECIDED_AFTER
 from gradsync.optim.local_steps import LocalSteps
 from gradsync.optim.sharded import OverlappedOptimizer, ShardedOptimizer
+from gradsync.optim.sharded.mode import DECIDED_AFTER as MODE_DECIDED_AFTER
 from gradsync.optim.sharded.mode import Mode
 from gradsync.parallel.data_parallel import DistributedDataParallel
 
 __all__ = [
     "ALONE",
+    "AUTO",
     "DDP",
     "FSDP2",
     "OURS",
     "OVERLAPPED",
     "PEERS",
     "SHARDED",
+    "STOCK",
     "TUNED",
     "ZERO",
     "Accelerate",
@@ -59,7 +64,7 @@ __all__ = [
     "tuned_options",
 ]
 
-ALONE, TUNED, OURS = "no wrapper", "DDP tuned", "gradsync"
+ALONE, STOCK, TUNED, OURS, AUTO = "no wrapper", "DDP stock", "DDP tuned", "gradsync", "auto"
 SHARDED, OVERLAPPED, ZERO = "gradsync sharded", "gradsync overlapped", "DDP tuned + ZeRO"
 TorchDDP = nn.parallel.DistributedDataParallel
 # Made after wrapping: some peers put other parameters into the model.
@@ -92,6 +97,8 @@ class Peer(ABC):
     name: str
     # The module it comes from, if that may be missing.
     needs = ""
+    # Windows until it has chosen what it was not told, and is as it will be for the rest of a training.
+    windows_to_settle = 0
 
     def absent(self) -> str | None:
         """Why it cannot run here, or None."""
@@ -131,6 +138,15 @@ class Gradsync(Peer):
     late_means: bool = False
     # Further ones of the wrapper.
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def windows_to_settle(self) -> int:  # type: ignore[override]
+        """Until bucket sizes are chosen, and after them the reduction or the mode of the optimizer."""
+        if self.bucket_mb is not None or self.schedule != "overlapped":
+            return 0
+        if self.reduction == AUTO:
+            return REDUCTION_DECIDED_AFTER + 1
+        return (MODE_DECIDED_AFTER if self.gathers == AUTO else TUNED_AFTER[-1]) + 1
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         wrapper = DistributedDataParallel(
@@ -183,7 +199,7 @@ class DDP(Peer):
     state; gradients and what is sent are the same.
     """
 
-    name: str = "DDP stock"
+    name: str = STOCK
     tuned: bool = False
     bucket_mb: float | None = None
     hook: Literal["fp16", "powersgd"] | None = None

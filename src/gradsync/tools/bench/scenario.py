@@ -1,27 +1,40 @@
-"""The base of a scenario: one question, the cells that answer it, and the words, tables and pictures of the answer.
+"""A scenario: one question, the cells and variants that answer it, and how the answer is shown.
 
-To add one, write a subclass in a file of ``scenarios/`` and name it in the list there. ``measure`` runs inside every
-rank of a cell, on an existing process group::
+=============  ===================================================================================================
+cells          one run of ranks each: :func:`cell` and :func:`gpu_cell` name one by its place and tell its time
+variants       what takes turns in a cell: a ``Lineup`` wraps a model for every peer, settles it and runs the rounds
+tables         :func:`table_of` rows, each a value for every column; :func:`timing_table` of a cell
+pictures       panels, drawn by the kinds of ``charts``: one per cell, unless ``panels`` says otherwise
+=============  ===================================================================================================
+
+To add one, write a subclass in a file of ``scenarios/`` and name it in the list there::
 
     class MyScenario(Scenario):
         name, title = "my-scenario", "What it is about"
         source = "where the question comes from"
         question = "what a user wants to know"
+        baseline = "DDP tuned"
+        slug, ylabel = "steps", "ms a step"
 
         def cells(self, *, quick: bool) -> list[Cell]:
-            return [Cell(name="2 hosts, 400 Mbit/s", hosts=2, rate="400mbit", seconds=30)]
+            options = {"parameters": 200_000, "layers": 3, "seconds": 0.01}
+            return [cell(quick=quick, each=0.3, hosts=2, rate=rate, options=options) for rate in ("400mbit", "1gbit")]
 
         def measure(self, rounds: CellRounds) -> None:
-            rounds.limits(compute="no wrapper", communication={"*": rounds.cell.transfer_seconds(gradient_bytes)})
-            rounds.run({"no wrapper": step, "DDP stock": other_step, "gradsync": third_step})
+            lineup = Lineup(rounds)
+            for peer in (NoWrapper(), tuned_ddp(rounds, lineup.workload), Gradsync()):
+                lineup.add(peer)
+            lineup.settle().run()
 
-A scenario that starts its own processes and observes them from outside implements ``drive`` instead, which runs a cell
-and writes its samples. One that can also be measured over NCCL has ``gpu_cells``, made with :func:`gpu_cell`, and takes
-its models and times from ``rounds.device``.
+        def draw(self, axes: "Axes", record: CellRecord) -> None:
+            draw_rows(axes, {name: record.ms(name) for name in record.samples}, ...)
+
+``measure`` runs inside every rank of a cell, on an existing process group. A scenario that starts its own processes and
+observes them from outside implements ``drive`` instead, which runs a cell and writes its samples. One that can also be
+measured over NCCL has ``gpu_cells``, and takes its models and times from ``rounds.device``.
 
 ``tables``, ``pictures`` and ``reading`` get the cells that have samples, and must accept that some variants are
-missing. Their defaults say one sentence per cell, compare its times with a ``baseline`` and draw one picture, with one
-panel per cell.
+missing.
 """
 
 import logging
@@ -29,7 +42,7 @@ import os
 import statistics
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -55,14 +68,17 @@ __all__ = [
     "Picture",
     "Scenario",
     "Table",
+    "cell",
     "colour_of",
     "gpu_cell",
     "known",
+    "link_words",
     "or_missing",
     "paper_cells",
     "paper_models",
     "picture",
     "spread",
+    "table_of",
     "times_of",
     "timing_table",
 ]
@@ -71,6 +87,8 @@ Key = TypeVar("Key")
 
 MISSING = "–"
 GROUP_TIMEOUT = timedelta(seconds=120)
+# Rounds of a cell, in a quick run and in a full one.
+ROUNDS = (30, 100)
 # Of cells over NCCL: steps of a block, blocks, and what ranks take to start. What is chosen before the first block, as
 # bucket sizes are, takes about as long as this many steps of all variants.
 GPU_BLOCK, GPU_WARMUP, GPU_ROUNDS = 3, 1, 8
@@ -212,12 +230,50 @@ class Scenario(ABC):
         return ""
 
 
-def gpu_cell(name: str, *, quick: bool, step_seconds: float, ranks: int = 2, **others: Any) -> Cell:
-    """A cell over NCCL, in blocks of steps. ``step_seconds`` is about what one step of all its variants takes."""
+def cell(
+    label: str = "",
+    *,
+    name: str = "",
+    quick: bool,
+    each: float,
+    start: float = 0.0,
+    rounds: tuple[int, int] = ROUNDS,
+    warmup: int = 5,
+    hosts: int | None = None,
+    rate: str | None = None,
+    **others: Any,
+) -> Cell:
+    """A cell of CPU ranks, with a ``name``, or named by its ``label`` and its hosts and links.
+
+    ``each`` is about what one round of all its variants takes, after ``start`` seconds; ``rounds`` are those of a quick
+    run and of a full one.
+    """
+    place = "" if hosts is None else f"{hosts} hosts, {link_words(rate)}"
+    count = rounds[0 if quick else 1]
+    return Cell(
+        name=name or ", ".join(filter(None, [label, place])),
+        hosts=hosts,
+        rate=rate,
+        warmup=warmup,
+        rounds=count,
+        seconds=(count + warmup) * each + start,
+        **others,
+    )
+
+
+def link_words(rate: str | None) -> str:
+    """The rate of a link as people write it."""
+    if rate is None:
+        return "unshaped"
+    return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+
+
+def gpu_cell(label: str, *, quick: bool, each: float, ranks: int = 2, **others: Any) -> Cell:
+    """A cell over NCCL, in blocks of steps. ``each`` is about what one step of all its variants takes."""
     rounds = GPU_ROUNDS if quick else 3 * GPU_ROUNDS
     steps = (GPU_WARMUP + rounds) * GPU_BLOCK + GPU_CHOOSING
     fixed: dict[str, Any] = {"device": "cuda", "warmup": GPU_WARMUP, "rounds": rounds, "block": GPU_BLOCK}
-    return Cell(name=name, ranks=ranks, seconds=GPU_START_SECONDS + steps * step_seconds, **fixed, **others)
+    return Cell(name=label, ranks=ranks, seconds=GPU_START_SECONDS + steps * each, **fixed, **others)
 
 
 def paper_models(*, quick: bool) -> list[dict[str, Any]]:
@@ -235,7 +291,7 @@ def paper_cells(*, quick: bool, steps: float, more: Mapping[str, Mapping[str, An
         gpu_cell(
             f"{options['model']}, 2 ranks, NCCL",
             quick=quick,
-            step_seconds=steps * options["seconds"],
+            each=steps * options["seconds"],
             options={**options, **(more or {}).get(options["model"], {})},
         )
         for options in paper_models(quick=quick)
@@ -307,24 +363,40 @@ def times_of(
     )
 
 
+def table_of(
+    title: str, rows: Iterable[Mapping[str, object]], *, absent: Mapping[str, str] | None = None, note: str = ""
+) -> Table:
+    """A table of rows that have a value for every column; None where there is nothing to show.
+
+    Rows of what is ``absent`` follow, with the reasons.
+    """
+    found = list(rows)
+    columns = list(found[0]) if found else ["", "reason"]
+    shown = [[MISSING if value is None else str(value) for value in row.values()] for row in found]
+    shown += [[name, reason, *[MISSING] * (len(columns) - 2)] for name, reason in (absent or {}).items()]
+    return Table(title=title, columns=columns, rows=shown, note=note)
+
+
 def timing_table(
-    record: CellRecord, *, baseline: str, note: str = "", more: Mapping[str, Callable[[str], str]] | None = None
+    record: CellRecord, *, baseline: str, note: str = "", more: Mapping[str, Callable[[str], object]] | None = None
 ) -> Table:
     """Every variant of a cell: its time and spread, its ratio to the baseline, its bytes, its distance to the limit.
 
     ``more`` are further columns, by their headings.
     """
-    more = more or {}
-    notes = [f"The baseline is {baseline}.", *([note] if note else [])]
-    limited = LIMITS in record.facts
-    columns = ["variant", "median ms", "p5–p95 ms", "time / baseline", *more, "sent MB", *["time / limit"] * limited]
-    rows = []
-    for variant in record.samples:
-        summary, limit = record.summary(variant), record.limit(variant)
-        compared = str(record.ratio(variant, baseline)) if baseline in record.samples else MISSING
-        row = [variant, f"{summary.median * 1e3:.1f}", f"{summary.p5 * 1e3:.1f}–{summary.p95 * 1e3:.1f}", compared]
-        row += [words(variant) for words in more.values()]
-        row.append(f"{record.sent(variant) / 1e6:.2f}")
-        rows.append([*row, *[MISSING if limit is None else f"{summary.median / limit:.2f}"] * limited])
-    rows += [[variant, reason, *[MISSING] * (len(columns) - 2)] for variant, reason in record.absent.items()]
-    return Table(title=f"{record.cell.name} ({record.rounds} rounds)", columns=columns, rows=rows, note=" ".join(notes))
+
+    def row(variant: str) -> dict[str, object]:
+        taken, limit = record.summary(variant), record.limit(variant)
+        limited = None if limit is None else f"{taken.median / limit:.2f}"
+        return {
+            "variant": variant,
+            "median ms": f"{taken.median * 1e3:.1f}",
+            "p5–p95 ms": f"{taken.p5 * 1e3:.1f}–{taken.p95 * 1e3:.1f}",
+            "time / baseline": record.ratio(variant, baseline) if baseline in record.samples else None,
+            **{title: words(variant) for title, words in (more or {}).items()},
+            "sent MB": f"{record.sent(variant) / 1e6:.2f}",
+            **({"time / limit": limited} if LIMITS in record.facts else {}),
+        }
+
+    title, words = f"{record.cell.name} ({record.rounds} rounds)", f"The baseline is {baseline}. {note}".rstrip()
+    return table_of(title, map(row, record.samples), absent=record.absent, note=words)

@@ -6,8 +6,9 @@ several fractions of the gradients, by trial.
 """
 
 import itertools
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.observe.timeline import Timeline
-from gradsync.tools.bench.measure import CPU, CellRounds, Device, LateParts, Parts, Step
+from gradsync.tools.bench.measure import CPU, CellRounds, Device, LateParts, Parts, Steady, Step
 from gradsync.tools.bench.peers import ALONE, DDP, TUNED, Peer, WrappedModel
 from gradsync.tools.bench.record import EVERY
 from gradsync.tools.lab.emulated import Profile, bert_base, resnet50, transformer
@@ -31,19 +31,18 @@ from gradsync.tools.llm.model import GPTConfig, TransformerBlock
 __all__ = [
     "FLOAT_BYTES",
     "MIB",
+    "PROCESSOR",
     "EmulatedWorkload",
+    "Lineup",
     "Pattern",
     "RealWorkload",
     "Workload",
     "best_bucket_mb",
     "optimizer_step",
-    "plain_step",
-    "repeated",
-    "settle",
-    "steps_of",
     "timed_step",
     "tuned_ddp",
     "window_step",
+    "with_processor_seconds",
     "workload_of",
 ]
 
@@ -52,6 +51,8 @@ VOCABULARY, HEADS = 256, 8
 # The models of the DDP paper, by name.
 PROFILES = {"ResNet-50": resnet50, "BERT-base": bert_base}
 SEED = 0
+# The part of a step that tells the seconds of processors it took.
+PROCESSOR = "host work"
 
 
 class Workload(ABC):
@@ -84,11 +85,6 @@ class Workload(ABC):
         with self.device.torch_device:
             model = self.model()
         return peer.wrap(model, partial(made, lr=self.learning_rate, foreach=True), window=window)
-
-    def note(self, rounds: CellRounds, *, senders: int | None = None) -> None:
-        """Note its size, and what bounds a step that synchronizes it once, among ``senders`` or all ranks."""
-        rounds.fact("gradient bytes", self.nbytes)
-        rounds.limits(compute=ALONE, communication={EVERY: rounds.cell.transfer_seconds(self.nbytes, senders=senders)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +190,10 @@ def optimizer_step(wrapped: WrappedModel) -> None:
     wrapped.optimizer.zero_grad()
 
 
-def window_step(wrapped: WrappedModel, forward: Forward, *, count: int, pattern: Pattern) -> Step:
-    """A step of ``count`` micro-batches and one update."""
+def window_step(
+    wrapped: WrappedModel, forward: Forward, *, count: int = 1, pattern: Pattern = Pattern.EVERY, times: int = 1
+) -> Step:
+    """A step of ``count`` micro-batches and one update, ``times`` in a row."""
     if pattern is Pattern.ACCUMULATE and wrapped.accumulate is None:
         raise ConfigurationError("this peer has no accumulate(); ask for the pattern no_sync instead")
 
@@ -215,36 +213,12 @@ def window_step(wrapped: WrappedModel, forward: Forward, *, count: int, pattern:
                 wrapped.backward(forward(wrapped.model))
 
     def step() -> None:
-        for number in range(1, count + 1):
-            micro_batch(number == count)
-        optimizer_step(wrapped)
+        for _ in range(times):
+            for number in range(1, count + 1):
+                micro_batch(number == count)
+            optimizer_step(wrapped)
 
     return step
-
-
-def plain_step(workload: Workload, peer: Peer) -> Step:
-    """A step of one micro-batch, synchronized, and an update, under this peer."""
-    return window_step(workload.wrap(peer), workload.forward, count=1, pattern=Pattern.EVERY)
-
-
-def repeated(step: Callable[[], object], times: int) -> Step:
-    def repeat() -> None:
-        for _ in range(times):
-            step()
-
-    return repeat
-
-
-def steps_of(rounds: CellRounds, peers: Iterable[Peer], step: Callable[[Peer], Step]) -> dict[str, Step]:
-    """A step under each of the peers, by name. One that cannot run here is noted."""
-    found: dict[str, Step] = {}
-    for peer in peers:
-        reason = peer.absent()
-        if reason is None:
-            found[peer.name] = step(peer)
-        else:
-            rounds.absent(peer.name, reason)
-    return found
 
 
 def timed_step(wrapped: WrappedModel, forward: Forward, device: Device, timeline: Timeline | None = None) -> Step:
@@ -274,13 +248,82 @@ def timed_step(wrapped: WrappedModel, forward: Forward, device: Device, timeline
     return step
 
 
-def settle(step: Step, *, windows: int = 1, after: int = TUNED_AFTER[-1]) -> None:
-    """Run until gradsync has chosen its bucket sizes, as it does in the first windows of a training.
+def with_processor_seconds(step: Step) -> Step:
+    """The step, which also says how many seconds of processors this rank took for it, by all its threads."""
 
-    ``windows`` is how many of them a step has; ``after`` this many everything is chosen.
-    """
-    for _ in range(-(-(after + 1) // windows)):
+    def measured() -> Parts:
+        began = time.process_time()
         step()
+        return {PROCESSOR: time.process_time() - began}
+
+    return measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A peer in the turns of a cell. ``windows`` is how many a step has."""
+
+    peer: Peer
+    wrapped: WrappedModel
+    step: Step
+    windows: int
+
+
+class Lineup:
+    """The variants of a cell, which take turns: the same model under every peer, and steps as its users write them.
+
+    ``senders`` are the ranks whose bytes cross a link, if not all.
+    """
+
+    def __init__(self, rounds: CellRounds, workload: Workload | None = None, *, senders: int | None = None) -> None:
+        self.rounds = rounds
+        self.workload = workload_of(rounds) if workload is None else workload
+        self.variants: dict[str, Variant] = {}
+        rounds.fact("gradient bytes", self.workload.nbytes)
+        seconds = rounds.cell.transfer_seconds(self.workload.nbytes, senders=senders)
+        rounds.limits(compute=ALONE, communication={EVERY: seconds})
+
+    def add(
+        self,
+        peer: Peer,
+        name: str = "",
+        *,
+        count: int = 1,
+        pattern: Pattern = Pattern.EVERY,
+        times: int = 1,
+        step: Callable[[WrappedModel], Step] | None = None,
+    ) -> None:
+        """Add a variant, or note why it cannot run here. Without a ``step`` of its own, it runs windows of ``count``
+        micro-batches, ``times`` in a row."""
+        name = name or peer.name
+        reason = peer.absent()
+        wrapped = self.workload.wrap(peer, window=count) if reason is None else None
+        if wrapped is not None and wrapped.accumulate is None and pattern is Pattern.ACCUMULATE:
+            wrapped, reason = None, "does not exist"
+        if wrapped is None:
+            self.rounds.absent(name, reason or "")
+            return
+        forward = self.workload.forward
+        made = step(wrapped) if step else window_step(wrapped, forward, count=count, pattern=pattern, times=times)
+        windows = times * (count if pattern is Pattern.EVERY else 1)
+        self.variants[name] = Variant(peer=peer, wrapped=wrapped, step=made, windows=windows)
+
+    def model(self, name: str) -> Any:
+        """The wrapper of a variant."""
+        return self.variants[name].wrapped.model
+
+    def settle(self) -> "Lineup":
+        """Run until everybody has chosen its settings, as it does in the first windows of a training."""
+        for each in self.variants.values():
+            step = each.step.step if isinstance(each.step, Steady) else each.step
+            for _ in range(-(-each.peer.windows_to_settle // each.windows)):
+                step()
+            each.wrapped.flush()
+        return self
+
+    def run(self) -> None:
+        """Run the rounds."""
+        self.rounds.run({name: each.step for name, each in self.variants.items()})
 
 
 def tuned_ddp(rounds: CellRounds, workload: Workload, *, shares: Sequence[int] = SHARES, warmup: int = 3) -> DDP:
@@ -294,7 +337,8 @@ def best_bucket_mb(
     """The size in MiB with which torch's DDP was fastest in a few rounds; noted among the facts of the cell."""
     whole = workload.nbytes / MIB
     sizes = {round(whole / share, 3) for share in shares} | ({DEFAULT} if whole > DEFAULT else set())
-    steps = {f"{size:g}": plain_step(workload, DDP(tuned=tuned, bucket_mb=size)) for size in sorted(sizes)}
+    tried = {f"{size:g}": workload.wrap(DDP(tuned=tuned, bucket_mb=size)) for size in sorted(sizes)}
+    steps = {name: window_step(wrapped, workload.forward) for name, wrapped in tried.items()}
     best = rounds.best(steps, warmup=warmup)
     rounds.fact("DDP bucket MiB", f"{best}, the best of {', '.join(steps)}")
     return float(best)

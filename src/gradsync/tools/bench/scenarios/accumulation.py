@@ -10,25 +10,15 @@ has whole windows in it; times are shown per iteration.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradsync.observe.charts.canvas import INK, limit_line
 from gradsync.observe.charts.kinds import Series, draw_bars, name_ends
-from gradsync.tools.bench.measure import CellRounds, Step
-from gradsync.tools.bench.peers import ALONE, DDP, OURS, TUNED, Accelerate, Gradsync, NoWrapper, Peer
+from gradsync.tools.bench.measure import CellRounds
+from gradsync.tools.bench.peers import ALONE, DDP, OURS, TUNED, Accelerate, Gradsync, NoWrapper
 from gradsync.tools.bench.record import Cell, CellRecord, percent
-from gradsync.tools.bench.scenario import MISSING, Scenario, Table, gpu_cell, known, times_of
-from gradsync.tools.bench.workload import (
-    Pattern,
-    best_bucket_mb,
-    plain_step,
-    repeated,
-    settle,
-    tuned_ddp,
-    window_step,
-    workload_of,
-)
+from gradsync.tools.bench.scenario import Scenario, Table, cell, gpu_cell, known, table_of, times_of
+from gradsync.tools.bench.workload import Lineup, Pattern, best_bucket_mb, tuned_ddp
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,11 +32,9 @@ ITERATIONS = max(PERIODS)
 SKIPPING = (TUNED, OURS)
 
 
-def nccl_cells(options: dict[str, float], step_seconds: float, *, quick: bool) -> list[Cell]:
-    return [
-        gpu_cell(f"{ranks} ranks, NCCL", quick=quick, ranks=ranks, step_seconds=step_seconds, options=options)
-        for ranks in ((2,) if quick else (2, 4))
-    ]
+def nccl_cells(*, quick: bool, each: float, **options: Any) -> list[Cell]:
+    counts = (2,) if quick else (2, 4)
+    return [gpu_cell(f"{ranks} ranks, NCCL", quick=quick, ranks=ranks, each=each, options=options) for ranks in counts]
 
 
 def pattern_name(peer: str, pattern: Pattern) -> str:
@@ -64,49 +52,24 @@ class AccumulationScenario(Scenario):
     slug, ylabel, height, shared = "windows", "ms a window (median, p5–p95)", 4.6, False
 
     def cells(self, *, quick: bool) -> list[Cell]:
-        rounds = 30 if quick else 100
         options = {"parameters": 490_000, "layers": 3, "seconds": 0.015}
-        one = Cell(name="1 host, 2 ranks, loopback", rounds=rounds, seconds=(rounds + 5) * 0.9, options=options)
-        return [one, replace(one, name="2 hosts, 400 Mbit/s", hosts=2, rate="400mbit", seconds=one.seconds * 2)]
+        one = cell("1 host, 2 ranks, loopback", quick=quick, each=0.9, options=options)
+        return [one, cell(quick=quick, each=1.8, hosts=2, rate="400mbit", options=options)]
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
-        return nccl_cells({"parameters": 12_800_000, "layers": 3, "seconds": 0.007}, 0.5, quick=quick)
+        return nccl_cells(quick=quick, each=0.5, parameters=12_800_000, layers=3, seconds=0.007)
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = workload_of(rounds)
-        workload.note(rounds)
-        alone = window_step(workload.wrap(NoWrapper()), workload.forward, count=COUNT, pattern=Pattern.EVERY)
-        variants: dict[str, Step] = {ALONE: alone}
-        bucket = best_bucket_mb(rounds, workload, tuned=False)
-        peers: tuple[Peer, ...] = (DDP(name="DDP", bucket_mb=bucket), Accelerate(bucket_mb=bucket), Gradsync())
-        for peer in peers:
-            reason = peer.absent()
+        lineup = Lineup(rounds)
+        lineup.add(NoWrapper(), count=COUNT)
+        bucket = best_bucket_mb(rounds, lineup.workload, tuned=False)
+        for peer in (DDP(name="DDP", bucket_mb=bucket), Accelerate(bucket_mb=bucket), Gradsync()):
             for pattern in Pattern:
-                name = pattern_name(peer.name, pattern)
-                if reason is not None:
-                    rounds.absent(name, reason)
-                    continue
-                wrapped = workload.wrap(peer, window=COUNT)
-                if pattern is Pattern.ACCUMULATE and wrapped.accumulate is None:
-                    rounds.absent(name, "does not exist")
-                    continue
-                variants[name] = window_step(wrapped, workload.forward, count=COUNT, pattern=pattern)
-        for pattern in Pattern:
-            settle(variants[pattern_name(OURS, pattern)], windows=COUNT if pattern is Pattern.EVERY else 1)
-        rounds.run(variants)
+                lineup.add(peer, pattern_name(peer.name, pattern), count=COUNT, pattern=pattern)
+        lineup.settle().run()
 
     def overview(self, records: Sequence[CellRecord]) -> list[Table]:
-        def time(record: CellRecord, name: str) -> str:
-            return f"{record.ms(name):.0f} ms" if name in record.samples else record.absent.get(name, MISSING)
-
-        return [
-            Table(
-                title=f"{record.cell.name}: a window of {COUNT} micro-batches",
-                columns=["", *LIBRARIES],
-                rows=[[way, *(time(record, pattern_name(peer, way)) for peer in LIBRARIES)] for way in Pattern],
-            )
-            for record in records
-        ]
+        return [_by_pattern(record) for record in records]
 
     def message(self, records: Sequence[CellRecord]) -> str:
         """A sentence on who gains how much from no_sync that is misplaced."""
@@ -135,6 +98,14 @@ class AccumulationScenario(Scenario):
         return f"{record.cell.name}, against synchronizing every micro-batch: {'; '.join(parts)}."
 
 
+def _by_pattern(record: CellRecord) -> Table:
+    def time(name: str) -> str | None:
+        return f"{record.ms(name):.0f} ms" if name in record.samples else record.absent.get(name)
+
+    rows = [{"": way, **{peer: time(pattern_name(peer, way)) for peer in LIBRARIES}} for way in Pattern]
+    return table_of(f"{record.cell.name}: a window of {COUNT} micro-batches", rows)
+
+
 def _speedups(record: CellRecord, pattern: Pattern) -> dict[str, float]:
     """How many times as fast as synchronizing every micro-batch, by peer."""
     every = {peer: pattern_name(peer, Pattern.EVERY) for peer in LIBRARIES}
@@ -156,31 +127,23 @@ class SkipSync(Scenario):
     slug, ylabel, columns, one_per_cell = "periods", "ms an iteration (median, p5–p95)", 0, True
 
     def cells(self, *, quick: bool) -> list[Cell]:
-        rounds = 30 if quick else 100
         options = {"parameters": 200_000, "layers": 3, "seconds": 0.008}
-        name, seconds = "2 hosts, 400 Mbit/s", (rounds + 5) * 1.3
-        return [Cell(name=name, hosts=2, rate="400mbit", rounds=rounds, seconds=seconds, options=options)]
+        return [cell(quick=quick, each=1.3, hosts=2, rate="400mbit", options=options)]
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
-        return nccl_cells({"parameters": 5_000_000, "layers": 3, "seconds": 0.01}, 0.9, quick=quick)
+        return nccl_cells(quick=quick, each=0.9, parameters=5_000_000, layers=3, seconds=0.01)
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = workload_of(rounds)
-        rounds.fact("gradient bytes", workload.nbytes)
-        variants: dict[str, Step] = {ALONE: repeated(plain_step(workload, NoWrapper()), ITERATIONS)}
-        sending: dict[str, float] = {}
-        peers: tuple[Peer, ...] = (tuned_ddp(rounds, workload), Gradsync())
-        for peer in peers:
+        lineup = Lineup(rounds)
+        lineup.add(NoWrapper(), times=ITERATIONS)
+        once, sending = rounds.cell.transfer_seconds(lineup.workload.nbytes), dict[str, float]()
+        for peer in (tuned_ddp(rounds, lineup.workload), Gradsync()):
             for period in PERIODS:
                 name, windows = period_name(peer.name, period), ITERATIONS // period
-                wrapped = workload.wrap(peer, window=period)
-                window = window_step(wrapped, workload.forward, count=period, pattern=Pattern.NO_SYNC)
-                variants[name] = repeated(window, windows)
-                if peer.name == OURS:
-                    settle(window)
-                sending[name] = rounds.cell.transfer_seconds(workload.nbytes) * windows
+                lineup.add(peer, name, count=period, pattern=Pattern.NO_SYNC, times=windows)
+                sending[name] = once * windows
         rounds.limits(compute=ALONE, communication=sending)
-        rounds.run(variants)
+        lineup.settle().run()
 
     def note(self, record: CellRecord) -> str:
         return f"Times and bytes of {ITERATIONS} iterations."

@@ -18,30 +18,22 @@ from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.observe.charts.canvas import colour, limit_line
 from gradsync.observe.charts.kinds import draw_bars, draw_curves
-from gradsync.parallel.data_parallel import DistributedDataParallel
-from gradsync.tools.bench.measure import CellRounds, Step
-from gradsync.tools.bench.peers import ALONE, DDP, OURS, TUNED, Gradsync, NoWrapper, Peer
+from gradsync.tools.bench.measure import CellRounds
+from gradsync.tools.bench.peers import ALONE, DDP, OURS, TUNED, Gradsync, NoWrapper
 from gradsync.tools.bench.record import Cell, CellRecord, percent
 from gradsync.tools.bench.scenario import (
-    MISSING,
     Picture,
     Scenario,
     Table,
+    cell,
     colour_of,
     known,
     paper_cells,
     picture,
+    table_of,
     times_of,
 )
-from gradsync.tools.bench.workload import (
-    FLOAT_BYTES,
-    MIB,
-    Pattern,
-    plain_step,
-    repeated,
-    window_step,
-    workload_of,
-)
+from gradsync.tools.bench.workload import FLOAT_BYTES, MIB, Lineup, workload_of
 from gradsync.tools.lab.lab import Rate
 
 if TYPE_CHECKING:
@@ -49,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BucketSize", "RoundRobin"]
 
-LINKS = {"200mbit": "200 Mbit/s", "400mbit": "400 Mbit/s", "1gbit": "1 Gbit/s"}
+RATES = ("200mbit", "400mbit", "1gbit")
 AUTO = "gradsync auto"
 AGAINST = {OURS: "auto / best fixed", TUNED: "auto / DDP tuned at best"}
 SHARES, MORE_SHARES = (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 16, 32)
@@ -58,8 +50,6 @@ LAYERS = 6
 # Of the paper, in MiB, as far as the models reach.
 GPU_SIZES = {"ResNet-50": [5, 10, 25, 50], "BERT-base": [10, 25, 50, 100]}
 MORE_GPU_SIZES = {"ResNet-50": [1, 2, 5, 10, 25, 50, 100], "BERT-base": [5, 10, 25, 50, 100, 200, 420]}
-# Beyond the tuner's last synchronization, at which buckets are rebuilt.
-TUNING_WINDOWS = max(TUNED_AFTER) + 4
 
 
 def size_name(peer: str, mebibytes: float) -> str:
@@ -80,22 +70,22 @@ class BucketSize(Scenario):
     slug, ylabel, height, shared = "sizes", "ms a step (median, p5–p95)", 4.4, False
 
     def cells(self, *, quick: bool) -> list[Cell]:
-        rounds = 30 if quick else 100
         shares = SHARES if quick else MORE_SHARES
+        each = (2 * len(shares) + 2) * SENDING_SECONDS * 1.4
         return [
-            Cell(
-                name=f"2 hosts, {words}",
+            cell(
+                quick=quick,
+                each=each,
+                start=4.0,
                 hosts=2,
                 rate=rate,
-                rounds=rounds,
-                seconds=(rounds + 5) * (2 * len(shares) + 2) * SENDING_SECONDS * 1.4 + 4,
                 options={
                     "parameters": int(Rate.parse(rate).bytes_per_second * SENDING_SECONDS / FLOAT_BYTES),
                     "seconds": SENDING_SECONDS,
                     "shares": list(shares),
                 },
             )
-            for rate, words in LINKS.items()
+            for rate in RATES
         ]
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
@@ -104,37 +94,28 @@ class BucketSize(Scenario):
         return paper_cells(quick=quick, steps=variants * 1.2, more={model: {"sizes": sizes[model]} for model in sizes})
 
     def measure(self, rounds: CellRounds) -> None:
-        workload, options = workload_of(rounds, layers=LAYERS), rounds.cell.options
-        workload.note(rounds)
+        lineup, options = Lineup(rounds, workload_of(rounds, layers=LAYERS)), rounds.cell.options
         # Fixed sizes have a little room for the alignment and the tail of a bucket.
-        shares = [workload.nbytes * 1.02 / share / MIB for share in options.get("shares", [])]
+        shares = [lineup.workload.nbytes * 1.02 / share / MIB for share in options.get("shares", [])]
         sizes: list[float] = options.get("sizes", shares)
         rounds.fact("sizes in MiB", sizes)
-        auto = workload.wrap(Gradsync(name=AUTO))
-        automatic = window_step(auto, workload.forward, count=1, pattern=Pattern.EVERY)
-        variants: dict[str, Step] = {ALONE: plain_step(workload, NoWrapper()), AUTO: automatic}
+        for peer in (NoWrapper(), Gradsync(name=AUTO)):
+            lineup.add(peer)
         for size in sizes:
-            variants[size_name(OURS, size)] = plain_step(workload, Gradsync(bucket_mb=size))
-            variants[size_name(TUNED, size)] = plain_step(workload, DDP(name=TUNED, tuned=True, bucket_mb=size))
-        wrapper = auto.model
-        assert isinstance(wrapper, DistributedDataParallel)
-        before = wrapper.synchronizer.caps
-        repeated(automatic, TUNING_WINDOWS)()
-        for name, chosen in (("auto before tuning", before), ("auto", wrapper.synchronizer.caps)):
+            lineup.add(Gradsync(bucket_mb=size), size_name(OURS, size))
+            lineup.add(DDP(name=TUNED, tuned=True, bucket_mb=size), size_name(TUNED, size))
+        auto = lineup.model(AUTO)
+        before = auto.synchronizer.caps
+        lineup.settle()
+        for name, chosen in (("auto before tuning", before), ("auto", auto.synchronizer.caps)):
             rounds.fact(name, {"caps": list(chosen.caps), "from the end": chosen.from_the_end})
-        rounds.fact("transport of gradsync", str(wrapper.transport))
-        rounds.run(variants)
+        rounds.fact("transport of gradsync", str(auto.transport))
+        lineup.run()
 
     def overview(self, records: Sequence[CellRecord]) -> list[Table]:
         looks = f"The tuner looks after {', '.join(map(str, TUNED_AFTER))} windows; all of them were run before."
-        return [
-            Table(
-                title="Where the automatic choice landed",
-                columns=["link", "best fixed size", "auto: largest bucket", *AGAINST.values()],
-                rows=[_landing(record) for record in records],
-                note=f"Buckets of auto are smaller towards the end where three sizes are given. {looks}",
-            )
-        ]
+        note = f"Buckets of auto are smaller towards the end where three sizes are given. {looks}"
+        return [table_of("Where the automatic choice landed", map(_landing, records), note=note)]
 
     def message(self, records: Sequence[CellRecord]) -> str:
         ratios = known({record.cell.name: _over_best(record, OURS) for record in records})
@@ -187,12 +168,15 @@ def _over_best(record: CellRecord, peer: str) -> float | None:
     return record.times(AUTO, size_name(peer, _best(record, peer)))
 
 
-def _landing(record: CellRecord) -> list[str]:
+def _landing(record: CellRecord) -> dict[str, object]:
     best, caps = _best(record, OURS), record.facts.get("auto", {}).get("caps", [])
-    fixed = [size_name(peer, _best(record, peer)) for peer in AGAINST]
-    ratios = [MISSING if record.times(AUTO, name) is None else str(record.ratio(AUTO, name)) for name in fixed]
-    largest = " / ".join(f"{cap / MIB:.2f}" for cap in caps)
-    return [record.cell.name, f"{best:.2f} MiB" if best else MISSING, f"{largest} MiB" if caps else MISSING, *ratios]
+    fixed = {title: size_name(peer, _best(record, peer)) for peer, title in AGAINST.items()}
+    return {
+        "link": record.cell.name,
+        "best fixed size": f"{best:.2f} MiB" if best else None,
+        "auto: largest bucket": f"{' / '.join(f'{cap / MIB:.2f}' for cap in caps)} MiB" if caps else None,
+        **{title: record.times(AUTO, name) and record.ratio(AUTO, name) for title, name in fixed.items()},
+    }
 
 
 def _mark_best(axes: "Axes", record: CellRecord) -> None:
@@ -231,7 +215,7 @@ MODELS = {
     "many small buckets": {"parameters": 250_000, "layers": 8, "seconds": 0.018, "buckets": 25, "times": 3},
     "few large buckets": {"parameters": 500_000, "layers": 6, "seconds": 0.04, "buckets": 4, "times": 1},
 }
-RATES = {"many small buckets": None, "few large buckets": "400mbit"}
+MODEL_RATES = {"many small buckets": None, "few large buckets": "400mbit"}
 GPU_BUCKETS = {"ResNet-50": {"buckets": 4}, "BERT-base": {"buckets": 8}}
 # How many groups, in blues from light to dark: they are all gradsync.
 SHADES = {1: "light-blue", 3: "mid-blue", 5: "blue"}
@@ -254,30 +238,30 @@ class RoundRobin(Scenario):
 
     def cells(self, *, quick: bool) -> list[Cell]:
         cells = []
-        for model, rate in RATES.items():
-            times = MODELS[model]["times"]
-            rounds = int(times) * (30 if quick else 100)
-            name = f"{model}, 2 hosts, {'unshaped' if rate is None else '400 Mbit/s'}"
-            seconds, options = (rounds + 5) * 0.35 / times + 3, {"model": model, **MODELS[model]}
-            cells.append(Cell(name=name, hosts=2, rate=rate, rounds=rounds, seconds=seconds, options=options))
+        for model, rate in MODEL_RATES.items():
+            options = {"model": model, **MODELS[model]}
+            times = int(MODELS[model]["times"])
+            rounds = 30 * times, 100 * times
+            each = 0.35 / times
+            cells.append(
+                cell(model, quick=quick, each=each, start=3.0, rounds=rounds, hosts=2, rate=rate, options=options)
+            )
         return cells
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
         return paper_cells(quick=quick, steps=7, more=GPU_BUCKETS)
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = workload_of(rounds)
-        workload.note(rounds)
-        size = workload.nbytes / rounds.cell.options["buckets"] / MIB
-        rounds.fact("bucket MiB", size)
-        everybody = dist.group.WORLD
+        lineup, everybody = Lineup(rounds), dist.group.WORLD
         assert everybody is not None
-        peers: list[Peer] = [NoWrapper()]
+        size = lineup.workload.nbytes / rounds.cell.options["buckets"] / MIB
+        rounds.fact("bucket MiB", size)
+        lineup.add(NoWrapper())
         for groups in SHADES:
             turns = partial(RoundRobinCommunicator.over, everybody, groups)
-            peers.append(Gradsync(name=groups_name(groups), bucket_mb=size, communicator=turns))
-        peers.append(Gradsync(name=OWN, bucket_mb=size))
-        rounds.run({peer.name: plain_step(workload, peer) for peer in peers})
+            lineup.add(Gradsync(name=groups_name(groups), bucket_mb=size, communicator=turns))
+        lineup.add(Gradsync(name=OWN, bucket_mb=size))
+        lineup.run()
 
     def note(self, record: CellRecord) -> str:
         size = record.facts.get("bucket MiB")

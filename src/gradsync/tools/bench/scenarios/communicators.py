@@ -7,7 +7,7 @@ among the communicators: its ranks must be started by mpirun.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +23,8 @@ from gradsync.observe.charts.numbers import size as size_words
 from gradsync.observe.explain.link import fit_line
 from gradsync.tools.bench.measure import CellRounds, Device, Step
 from gradsync.tools.bench.record import Cell, CellRecord, percent, ring_bytes
-from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, gpu_cell, known, picture
-from gradsync.tools.bench.workload import MIB, repeated
+from gradsync.tools.bench.scenario import Picture, Scenario, Table, gpu_cell, known, link_words, picture, table_of
+from gradsync.tools.bench.workload import MIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -135,14 +135,8 @@ QUICK_SMALL, QUICK_LARGE, QUICK_SHAPED = (4 * KIB, 64 * KIB, 256 * KIB), (MIB, 4
 # Reduces a message once, or copies it.
 Call = Callable[[], object]
 
-# Where ranks are.
-PLACES = (
-    Cell(name="1 host × 2 ranks, loopback", emulated=False),
-    Cell(name="2 hosts × 1 rank, 400 Mbit/s", hosts=2, rate="400mbit", emulated=False),
-    Cell(name="2 hosts × 1 rank, unshaped", hosts=2, emulated=False),
-    Cell(name="2 hosts × 2 ranks, 400 Mbit/s", hosts=2, ranks=4, rate="400mbit", emulated=False),
-    Cell(name="2 hosts × 2 ranks, unshaped", hosts=2, ranks=4, emulated=False),
-)
+# Where ranks are: hosts, ranks on each, and the rate of links.
+PLACES = ((None, 2, None), (2, 1, "400mbit"), (2, 1, None), (2, 2, "400mbit"), (2, 2, None))
 
 
 class Communicators(Scenario):
@@ -154,7 +148,7 @@ class Communicators(Scenario):
     question = "How fast do bytes travel here, by each of gradsync's communicators?"
 
     def cells(self, *, quick: bool) -> list[Cell]:
-        return [cell for place in PLACES for cell in _cells(place, quick=quick)]
+        return [each for place in PLACES for each in _cells(*place, quick=quick)]
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
         kinds = {"small": QUICK_SMALL, "large": LARGE} if quick else {"small": SMALL, "large": LARGE}
@@ -163,7 +157,7 @@ class Communicators(Scenario):
                 f"{place}, {kind} messages",
                 quick=quick,
                 ranks=ranks,
-                step_seconds=0.02 if kind == "small" else 0.2 * ranks / 2,
+                each=0.02 if kind == "small" else 0.2 * ranks / 2,
                 emulated=False,
                 options={"place": place, "sizes": list(sizes)},
             )
@@ -177,7 +171,7 @@ class Communicators(Scenario):
         variants: dict[str, Step] = {}
         for size in rounds.cell.options["sizes"]:
             for transport, call in _calls(transports, size, rounds.device).items():
-                variants[variant_name(transport, size)] = repeated(call, calls_of(rounds.cell, transport, size))
+                variants[variant_name(transport, size)] = _repeated(call, calls_of(rounds.cell, transport, size))
         rounds.run(variants)
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
@@ -191,24 +185,28 @@ class Communicators(Scenario):
         return " ".join(_sentence(place) for place in places_of(records))
 
 
-def _cells(place: Cell, *, quick: bool) -> list[Cell]:
+def _cells(hosts: int | None, ranks: int, rate: str | None, *, quick: bool) -> list[Cell]:
     """Two cells of a place: one of small messages, and one of large ones, which are repeated less often."""
-    shaped = place.rate is not None
+    link = "loopback" if hosts is None else link_words(rate)
+    place = f"{hosts or 1} host{'s' if hosts else ''} × {ranks} rank{'s' if ranks > 1 else ''}, {link}"
     # Sizes, rounds to warm up, rounds, seconds.
     kinds: dict[str, tuple[Sizes, int, int, float]]
-    kinds = {"small": (SMALL, 3, 100, 30.0), "large": (LARGE, 1, 20, 300.0 if shaped else 50.0)}
+    kinds = {"small": (SMALL, 3, 100, 30.0), "large": (LARGE, 1, 20, 50.0 if rate is None else 300.0)}
     if quick:
-        small = QUICK_SMALL if place.ranks == 2 else QUICK_SMALL[::2]
-        large = (QUICK_SHAPED, 1, 5, 4.0) if shaped else (QUICK_LARGE, 1, 8, 4.0)
+        small = QUICK_SMALL if ranks * (hosts or 1) == 2 else QUICK_SMALL[::2]
+        large = (QUICK_LARGE, 1, 8, 4.0) if rate is None else (QUICK_SHAPED, 1, 5, 4.0)
         kinds = {"small": (small, 3, 30, 4.0), "large": large}
     return [
-        replace(
-            place,
-            name=f"{place.name}, {kind} messages",
+        Cell(
+            name=f"{place}, {kind} messages",
+            ranks=ranks * (hosts or 1),
+            hosts=hosts,
+            rate=rate,
             warmup=warmup,
             rounds=rounds,
             seconds=seconds,
-            options={"place": place.name, "sizes": list(sizes)},
+            emulated=False,
+            options={"place": place, "sizes": list(sizes)},
         )
         for kind, (sizes, warmup, rounds, seconds) in kinds.items()
     ]
@@ -266,6 +264,14 @@ def _calls(transports: Mapping[str, Communicator], size: int, device: Device) ->
     return {name: calls[name] for name in TRANSPORTS if name in calls}
 
 
+def _repeated(call: Call, times: int) -> Step:
+    def step() -> None:
+        for _ in range(times):
+            call()
+
+    return step
+
+
 def _reducing(communicator: Communicator, tensor: torch.Tensor) -> Call:
     return lambda: communicator.all_reduce(tensor).wait()
 
@@ -311,32 +317,38 @@ def _size_tables(place: PlaceTimes) -> Iterator[Table]:
     def bandwidths(transport: str, size: int) -> str:
         return f"{size / place.seconds[transport][size] / 1e6:.4g} / {place.bus(transport, size) / 1e6:.4g}"
 
+    def table(unit: str, words: Callable[[str, int], str], note: str) -> Table:
+        rows = [
+            {
+                "message": size_words(size),
+                **{name: words(name, size) if size in taken else None for name, taken in place.seconds.items()},
+            }
+            for size in place.sizes
+        ]
+        return table_of(f"{place.name}: {unit}", rows, note=note)
+
     note = f"In brackets: how many times as fast as the {place.group}. The round-robin gets messages in three parts. "
     missing = "; ".join(f"{transport}: {reason}" for transport, reason in place.absent.items())
     link = "" if place.rate is None else f"The link carries {place.rate / 1e6:.0f} MB/s in each direction."
-    for unit, words, remark in (
-        ("ms", milliseconds, note + (f"Not here: {missing}." if missing else "")),
-        ("algorithm / bus bandwidth, MB/s", bandwidths, link),
-    ):
-        rows = []
-        for size in place.sizes:
-            cells = (words(transport, size) if size in taken else MISSING for transport, taken in place.seconds.items())
-            rows.append([size_words(size), *cells])
-        yield Table(title=f"{place.name}: {unit}", columns=["message", *place.seconds], rows=rows, note=remark)
+    yield table("ms", milliseconds, note + (f"Not here: {missing}." if missing else ""))
+    yield table("algorithm / bus bandwidth, MB/s", bandwidths, link)
 
 
 def _fit_table(places: Sequence[PlaceTimes]) -> Table:
-    rows = []
-    for place in places:
-        for transport, times in place.seconds.items():
-            latency, slope = fit_latency(times)
-            rate = MISSING if slope <= 0 else f"{1 / slope / 1e6:.4g}"
-            share = MISSING if place.rate is None else percent(place.bus(transport, max(times)) / place.rate)
-            rows.append([place.name, transport, f"{latency * 1e6:.0f}", rate, share])
-    return Table(
-        title="Fitted: a message of n bytes takes latency + n / bandwidth",
-        columns=["place", "transport", "latency µs", "bandwidth MB/s", "largest message: bus bandwidth / link"],
-        rows=rows,
+    def row(place: PlaceTimes, transport: str, times: Mapping[int, float]) -> dict[str, object]:
+        latency, slope = fit_latency(times)
+        return {
+            "place": place.name,
+            "transport": transport,
+            "latency µs": f"{latency * 1e6:.0f}",
+            "bandwidth MB/s": None if slope <= 0 else f"{1 / slope / 1e6:.4g}",
+            "largest message: bus bandwidth / link": place.rate
+            and percent(place.bus(transport, max(times)) / place.rate),
+        }
+
+    return table_of(
+        "Fitted: a message of n bytes takes latency + n / bandwidth",
+        [row(place, *each) for place in places for each in place.seconds.items()],
         note="Least squares of relative errors. A shaped link lets the first 256 kB after a pause pass at once, which "
         "flatters small messages. A hierarchy may exceed the link: it sends less than every rank's share.",
     )

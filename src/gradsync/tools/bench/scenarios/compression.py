@@ -22,12 +22,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradsync.core.bucket.sizes import TUNED_AFTER
-from gradsync.core.reduction.auto import DECIDED_AFTER
 from gradsync.observe.charts.canvas import INK, colour
 from gradsync.observe.charts.kinds import Series, draw_curves, draw_rows
 from gradsync.tools.bench.measure import CellRounds, Step
 from gradsync.tools.bench.peers import (
+    AUTO,
     DDP,
     OURS,
     TUNED,
@@ -40,25 +39,19 @@ from gradsync.tools.bench.peers import (
 )
 from gradsync.tools.bench.record import Cell, CellRecord, Sample
 from gradsync.tools.bench.scenario import (
-    MISSING,
     Picture,
     Scenario,
     Table,
+    cell,
     colour_of,
     known,
     or_missing,
     picture,
     spread,
+    table_of,
 )
 from gradsync.tools.bench.scenarios.convergence import LOSS_LABEL, SYMBOLS, SplitText, learning, mean_curve
-from gradsync.tools.bench.workload import (
-    Pattern,
-    repeated,
-    settle,
-    tuned_ddp,
-    window_step,
-    workload_of,
-)
+from gradsync.tools.bench.workload import Lineup, tuned_ddp, window_step
 from gradsync.tools.llm.model import build_model
 
 if TYPE_CHECKING:
@@ -66,10 +59,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Compression", "TimeToLoss"]
 
-AUTO = "auto"
 REDUCTIONS = ("bf16", "fp16", "int8", "int4", "sign", "low-rank:4", "top-k:0.01", AUTO)
 FP16, POWER = "DDP tuned, fp16 hook", "DDP tuned, PowerSGD 4"
-RATES = {"100mbit": "100 Mbit/s", "400mbit": "400 Mbit/s", "1gbit": "1 Gbit/s"}
+RATES = ("100mbit", "400mbit", "1gbit")
 STEPS_A_SAMPLE = 3
 # Over Gloo, PowerSGD's collectives of one bucket meet those of another on the other rank, and the process is aborted.
 ONE_BUCKET = 1000.0
@@ -93,26 +85,15 @@ class Compression(Scenario):
     slug, height, shared = "steps", 4.8, False
 
     def cells(self, *, quick: bool) -> list[Cell]:
-        rounds = 5 if quick else 15
+        each = (len(REDUCTIONS) + 5) * STEPS_A_SAMPLE * 0.8
+        options = {"layers": 6, "width": 256, "batch": 2, "length": 128}
+        fixed: dict[str, Any] = {"quick": quick, "each": each, "warmup": 2, "rounds": (5, 15), "options": options}
         hosts_and_rates = [(2, "400mbit")] if quick else [*((2, rate) for rate in RATES), (4, "1gbit")]
-        return [
-            Cell(
-                name=f"GPT 5M, {hosts} hosts, {RATES[rate]}",
-                ranks=hosts,
-                hosts=hosts,
-                rate=rate,
-                warmup=2,
-                rounds=rounds,
-                seconds=(rounds + 8) * (len(REDUCTIONS) + 5) * STEPS_A_SAMPLE * 0.8,
-                options={"layers": 6, "width": 256, "batch": 2, "length": 128},
-            )
-            for hosts, rate in hosts_and_rates
-        ]
+        return [cell("GPT 5M", ranks=hosts, hosts=hosts, rate=rate, **fixed) for hosts, rate in hosts_and_rates]
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = workload_of(rounds)
-        workload.note(rounds)
-        tuned = tuned_ddp(rounds, workload)
+        lineup = Lineup(rounds)
+        tuned = tuned_ddp(rounds, lineup.workload)
         peers: list[Peer] = [
             NoWrapper(),
             tuned,
@@ -121,17 +102,11 @@ class Compression(Scenario):
             Gradsync(),
             *(Gradsync(name=variant_name(reduction), reduction=reduction) for reduction in REDUCTIONS),
         ]
-        variants: dict[str, Step] = {}
         for peer in peers:
-            wrapped = workload.wrap(peer)
-            step = window_step(wrapped, workload.forward, count=1, pattern=Pattern.EVERY)
-            if isinstance(peer, Gradsync):
-                settle(step, after=DECIDED_AFTER if peer.reduction == AUTO else TUNED_AFTER[-1])
-            if peer.name == variant_name(AUTO):
-                model: Any = wrapped.model
-                rounds.fact(AUTO, model.synchronizer.reduction.report)
-            variants[peer.name] = repeated(step, STEPS_A_SAMPLE)
-        rounds.run(variants)
+            lineup.add(peer, times=STEPS_A_SAMPLE)
+        lineup.settle()
+        rounds.fact(AUTO, lineup.model(variant_name(AUTO)).synchronizer.reduction.report)
+        lineup.run()
 
     def note(self, record: CellRecord) -> str:
         auto = f" Auto: {record.facts[AUTO]}." if AUTO in record.facts else ""
@@ -146,21 +121,18 @@ class Compression(Scenario):
         def faster(record: CellRecord, name: str) -> str:
             return or_missing(record.times(TUNED, name), "{:.2f}×")
 
-        def fewer(record: CellRecord, name: str) -> str:
+        def fewer(record: CellRecord, name: str) -> str | None:
             known = {name, OURS} <= record.samples.keys() and record.sent(OURS)
-            return f"{record.sent(name) / record.sent(OURS):.3f}" if known else MISSING
+            return f"{record.sent(name) / record.sent(OURS):.3f}" if known else None
 
-        columns = ["cell", *("float32" if name == OURS else name for name in SHOWN)]
+        columns = {("float32" if name == OURS else name): name for name in SHOWN}
+        tables = {"Against tuned DDP, times as fast": faster, "Bytes, of gradsync's in float32": fewer}
         return [
-            Table(
-                title=title,
-                columns=columns,
-                rows=[[each.cell.name, *map(partial(words, each), SHOWN)] for each in records],
+            table_of(
+                title,
+                [{"cell": each.cell.name, **{key: words(each, columns[key]) for key in columns}} for each in records],
             )
-            for title, words in (
-                ("Against tuned DDP, times as fast", faster),
-                ("Bytes, of gradsync's in float32", fewer),
-            )
+            for title, words in tables.items()
         ]
 
     def message(self, records: Sequence[CellRecord]) -> str:
@@ -228,13 +200,14 @@ class TimeToLoss(Scenario):
         target, seeds = (100, 1) if quick else (TARGET_STEPS, 3)
         rounds = round(target * MORE / STEPS_A_ROUND)
         return [
-            Cell(
-                name="small GPT, 2 hosts, 100 Mbit/s",
+            cell(
+                "small GPT",
+                quick=quick,
+                each=seeds * STEPS_A_ROUND * len(SENT_COLOURS) * 0.09,
                 hosts=2,
                 rate="100mbit",
                 warmup=0,
-                rounds=rounds,
-                seconds=rounds * seeds * STEPS_A_ROUND * len(SENT_COLOURS) * 0.09,
+                rounds=(rounds, rounds),
                 emulated=False,
                 options={"seeds": seeds, "target": target, "batch": 4},
             )
@@ -294,8 +267,8 @@ def _training(reduction: str, peer: Peer, text: SplitText, seed: int, batch: int
     def forward(model: nn.Module) -> Tensor:
         return sequence_loss(model, text.own(batch * dist.get_world_size(), generator))
 
-    window = window_step(wrapped, forward, count=1, pattern=Pattern.EVERY)
-    return learning(window, steps_a_round(reduction), lambda: sequence_loss(model, text.held_out))
+    steps = window_step(wrapped, forward, times=steps_a_round(reduction))
+    return learning(steps, lambda: sequence_loss(model, text.held_out))
 
 
 def _peer(reduction: str) -> Peer:
@@ -381,34 +354,28 @@ class Curves:
 
 
 def _target_table(curves: Curves) -> Table:
-    rows = []
-    for name in curves.reductions:
+    def row(name: str) -> dict[str, object]:
         reached = [arrival for seed in curves.seeds if (arrival := curves.reached(name, seed)) is not None]
-        rows.append(
-            [
-                name,
-                f"{curves.step(name) * 1e3:.1f}",
-                f"{curves.sent(name) / 1e6:.3f}",
-                spread(curves.at_target(name), ".3f"),
-                f"{len(reached)} of {len(curves.seeds)}",
-                spread([arrival.steps for arrival in reached], ".0f"),
-                spread([arrival.seconds for arrival in reached], ".1f"),
-                spread(curves.gains(name), ".2f"),
-            ]
-        )
-    return Table(
-        title=f"{curves.record.cell.name}: to the loss of {curves.target_steps} exact steps",
-        columns=[
-            "sent", "ms a step", "MB a step", f"loss after {curves.target_steps} steps", "seeds that got there",
-            "steps", "seconds", "times as soon",
-        ],
-        rows=rows,
+        return {
+            "sent": name,
+            "ms a step": f"{curves.step(name) * 1e3:.1f}",
+            "MB a step": f"{curves.sent(name) / 1e6:.3f}",
+            f"loss after {curves.target_steps} steps": spread(curves.at_target(name), ".3f"),
+            "seeds that got there": f"{len(reached)} of {len(curves.seeds)}",
+            "steps": spread([arrival.steps for arrival in reached], ".0f"),
+            "seconds": spread([arrival.seconds for arrival in reached], ".1f"),
+            "times as soon": spread(curves.gains(name), ".2f"),
+        }
+
+    return table_of(
+        f"{curves.record.cell.name}: to the loss of {curves.target_steps} exact steps",
+        map(row, curves.reductions),
         note=(
             f"{len(curves.seeds)} seed{'s: mean, lowest and highest' if len(curves.seeds) > 1 else ''}. The loss is "
             f"that of held-out text, mean of {SMOOTHED} points; the target of a seed is the one that its exact steps "
             "reach. Seconds are those of training, with compression and the search for settings, without evaluation."
         ),
-    )  # fmt: skip
+    )
 
 
 def _target_curve(curves: Curves, name: str, *, by_steps: bool) -> Series:

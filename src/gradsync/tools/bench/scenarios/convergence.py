@@ -13,7 +13,7 @@ per seed, not thirty repetitions: rounds are points of the curve. Times are medi
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ from gradsync.observe.charts.kinds import Series, draw_curves
 from gradsync.tools.bench.measure import CellRounds, Parts, Step
 from gradsync.tools.bench.peers import Gradsync
 from gradsync.tools.bench.record import Cell, CellRecord
-from gradsync.tools.bench.scenario import MISSING, Picture, Scenario, Table, known, picture, spread
-from gradsync.tools.bench.workload import Pattern, repeated, window_step
+from gradsync.tools.bench.scenario import Picture, Scenario, Table, cell, known, picture, spread, table_of
+from gradsync.tools.bench.workload import Pattern, window_step
 from gradsync.tools.llm.text_sources import open_source
 
 if TYPE_CHECKING:
@@ -80,12 +80,12 @@ def _sequences(symbols: Tensor, count: int, length: int, generator: torch.Genera
     return symbols[starts + torch.arange(length + 1)]
 
 
-def learning(window: Callable[[], object], times: int, loss: Callable[[], Tensor]) -> Step:
+def learning(steps: Callable[[], object], loss: Callable[[], Tensor]) -> Step:
     """Several windows of training, the seconds they take, and the loss that they lead to on this rank."""
 
     def step() -> Parts:
         began = time.perf_counter()
-        repeated(window, times)()
+        steps()
         seconds = time.perf_counter() - began
         with torch.no_grad():
             return {"training": seconds, "loss": float(loss())}
@@ -130,17 +130,11 @@ class Convergence(Scenario):
     question = "Does averaging only every n-th iteration reach the same loss, and how many seconds does it save?"
 
     def cells(self, *, quick: bool) -> list[Cell]:
-        rounds = 40 if quick else 150
-        one = Cell(
-            name="1 host, 2 ranks, loopback",
-            warmup=0,
-            rounds=rounds,
-            seconds=rounds * 0.65,
-            emulated=False,
-            options={"seeds": 2 if quick else 3},
-        )
-        two = replace(one, name="2 hosts, 100 Mbit/s", hosts=2, rate="100mbit", seconds=rounds * 0.55)
-        return [one, replace(two, options={"seeds": 1})]
+        fixed: dict[str, Any] = {"quick": quick, "warmup": 0, "rounds": (40, 150), "emulated": False}
+        return [
+            cell("1 host, 2 ranks, loopback", each=0.65, options={"seeds": 2 if quick else 3}, **fixed),
+            cell(each=0.55, hosts=2, rate="100mbit", options={"seeds": 1}, **fixed),
+        ]
 
     def measure(self, rounds: CellRounds) -> None:
         text = SplitText.read(held_out=HELD_OUT_SAMPLES, length=CONTEXT)
@@ -190,8 +184,8 @@ def _training(text: SplitText, batch: int, period: int, seed: int) -> Step:
     def forward(model: nn.Module) -> Tensor:
         return loss_of(model, text.own(batch, generator))
 
-    window = window_step(wrapped, forward, count=period, pattern=Pattern.NO_SYNC)
-    return learning(window, ITERATIONS // period, lambda: loss_of(network, text.held_out))
+    steps = window_step(wrapped, forward, count=period, pattern=Pattern.NO_SYNC, times=ITERATIONS // period)
+    return learning(steps, lambda: loss_of(network, text.held_out))
 
 
 class Trained:
@@ -241,25 +235,23 @@ def _most(records: Sequence[CellRecord]) -> Trained:
 
 
 def _table(cell: Trained) -> Table:
-    rows = []
-    for batch in RATES:
-        alone = cell.iteration(batch, 1)
-        for period in PERIODS:
-            taken = cell.iteration(batch, period)
-            if taken is None:
-                continue
-            saved = MISSING if alone is None else f"{(alone - taken) * cell.iterations:.2f}"
-            name = "every iteration" if period == 1 else f"every {period}"
-            worse = spread(cell.worse(batch, period), "+.3f") if period > 1 else MISSING
-            losses = spread(cell.ends(batch, period), ".3f"), worse
-            rows.append(
-                [f"batch {batch}, {name}", *losses, f"{taken * 1e3:.2f}", f"{taken * cell.iterations:.2f}", saved]
-            )
     seeds = len(cell.seeds)
-    return Table(
-        title=f"{cell.name}: {cell.iterations} iterations, real computation",
-        columns=["averaged", "loss at the end", "above n = 1", "ms an iteration", "seconds", "seconds saved"],
-        rows=rows,
+    taken = known({key: cell.iteration(*key) for key in cell.curves})
+
+    def row(batch: int, period: int) -> dict[str, object]:
+        each, alone = taken[batch, period], taken.get((batch, 1))
+        return {
+            "averaged": f"batch {batch}, {'every iteration' if period == 1 else f'every {period}'}",
+            "loss at the end": spread(cell.ends(batch, period), ".3f"),
+            "above n = 1": spread(cell.worse(batch, period), "+.3f") if period > 1 else None,
+            "ms an iteration": f"{each * 1e3:.2f}",
+            "seconds": f"{each * cell.iterations:.2f}",
+            "seconds saved": None if alone is None else f"{(alone - each) * cell.iterations:.2f}",
+        }
+
+    return table_of(
+        f"{cell.name}: {cell.iterations} iterations, real computation",
+        [row(*key) for key in taken],
         note=(
             f"{seeds} seed{'s: the mean, lowest and highest' if seeds > 1 else ''}; one curve a seed, no repeated "
             f"rounds. The loss is that of held-out text, mean of the last {LAST} points. Times are medians over "

@@ -13,19 +13,18 @@ step runs before the clock starts, and what the last one leaves is waited for af
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.core.engine.policy import Schedule
 from gradsync.observe.charts.canvas import SOFT
 from gradsync.observe.charts.kinds import draw_rows, draw_stacks
 from gradsync.observe.timeline import Timeline
 from gradsync.optim.sharded import ShardedOptimizer
-from gradsync.optim.sharded.mode import DECIDED_AFTER
 from gradsync.parallel.clipping import clip_grad_norm_
-from gradsync.tools.bench.measure import CellRounds, Steady, Step
+from gradsync.tools.bench.measure import CellRounds, Steady
 from gradsync.tools.bench.peers import (
     ALONE,
     DDP,
@@ -37,29 +36,27 @@ from gradsync.tools.bench.peers import (
     ZERO,
     Gradsync,
     NoWrapper,
-    Peer,
     WrappedModel,
 )
 from gradsync.tools.bench.record import Cell, CellRecord, percent, ring_bytes
 from gradsync.tools.bench.scenario import (
-    MISSING,
     Scenario,
     Table,
+    cell,
     colour_of,
     known,
     or_missing,
     paper_cells,
+    table_of,
     timing_table,
 )
 from gradsync.tools.bench.workload import (
     FLOAT_BYTES,
     EmulatedWorkload,
-    RealWorkload,
+    Lineup,
     Workload,
-    settle,
     timed_step,
     tuned_ddp,
-    workload_of,
 )
 from gradsync.tools.lab.lab import Rate
 
@@ -90,36 +87,23 @@ class Overlap(Scenario):
     slug, height = "breakdown", 3.9
 
     def cells(self, *, quick: bool) -> list[Cell]:
-        rounds = 30 if quick else 100
-        return [
-            Cell(
-                name=f"{model}, 2 hosts, 400 Mbit/s",
-                hosts=2,
-                rate="400mbit",
-                rounds=rounds,
-                seconds=(rounds + 5) * 0.9 + 5,
-                options={"model": model, "parameters": scale, "seconds": 0.065},
-            )
-            for model, scale in SCALES.items()
-        ]
+        fixed: dict[str, Any] = {"quick": quick, "each": 0.9, "start": 5.0, "hosts": 2, "rate": "400mbit"}
+        models = {name: {"model": name, "parameters": scale, "seconds": 0.065} for name, scale in SCALES.items()}
+        return [cell(name, options=options, **fixed) for name, options in models.items()]
 
     def gpu_cells(self, *, quick: bool) -> list[Cell]:
         return paper_cells(quick=quick, steps=8)
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = workload_of(rounds)
-        workload.note(rounds)
-        variants: dict[str, Step] = {
-            peer.name: timed_step(workload.wrap(peer), workload.forward, rounds.device)
-            for peer in (NoWrapper(), tuned_ddp(rounds, workload))
-        }
+        lineup = Lineup(rounds)
+        timed = partial(timed_step, forward=lineup.workload.forward, device=rounds.device)
+        for peer in (NoWrapper(), tuned_ddp(rounds, lineup.workload)):
+            lineup.add(peer, step=timed)
         for name, schedule in SCHEDULES.items():
             timeline = Timeline(keep=1)
-            wrapped = workload.wrap(Gradsync(name=name, schedule=schedule, observer=timeline))
-            variants[name] = timed_step(wrapped, workload.forward, rounds.device, timeline)
-        # Without overlap there is nothing to choose.
-        settle(variants[OURS])
-        rounds.run(variants)
+            ours = Gradsync(name=name, schedule=schedule, observer=timeline)
+            lineup.add(ours, step=partial(timed, timeline=timeline))
+        lineup.settle().run()
 
     def tables(self, records: Sequence[CellRecord]) -> list[Table]:
         return [table for record in records for table in (_breakdown(record), timing_table(record, baseline=BUCKETED))]
@@ -156,14 +140,13 @@ def _parts(record: CellRecord, variant: str) -> dict[str, float]:
 
 
 def _breakdown(record: CellRecord) -> Table:
-    rows = []
-    for variant in (ALONE, *SHOWN):
-        if variant in record.samples:
-            parts = _parts(record, variant)
-            seen = f"{record.part(variant, 'exposed') * 1e3:.1f}" if variant in SCHEDULES else MISSING
-            rows.append([variant, *(f"{parts[part] * 1e3:.1f}" for part in PARTS), seen])
-    title, columns = f"{record.cell.name}: parts of a step, median ms", ["variant", *PARTS, "exposed by Timeline"]
-    return Table(title=title, columns=columns, rows=rows)
+    def row(variant: str) -> dict[str, object]:
+        parts, seen = _parts(record, variant), f"{record.part(variant, 'exposed') * 1e3:.1f}"
+        milliseconds = {part: f"{parts[part] * 1e3:.1f}" for part in PARTS}
+        return {"variant": variant, **milliseconds, "exposed by Timeline": seen if variant in SCHEDULES else None}
+
+    rows = [row(variant) for variant in (ALONE, *SHOWN) if variant in record.samples]
+    return table_of(f"{record.cell.name}: parts of a step, median ms", rows)
 
 
 # -- behind the next forward ------------------------------------------------------------------------------------------
@@ -190,16 +173,15 @@ class NextForward(Scenario):
     slug, height, shared = "steps", 4.6, False
 
     def cells(self, *, quick: bool) -> list[Cell]:
-        rounds = 6 if quick else 20
-        fixed: dict[str, Any] = {"warmup": 2, "rounds": rounds}
+        fixed: dict[str, Any] = {"quick": quick, "warmup": 2, "rounds": (6, 20)}
         balanced = {BALANCED: SHARES[BALANCED]}
         emulated = [
-            Cell(
+            cell(
                 name=f"{hosts} hosts, wire {words}",
+                each=6 * STEPS_A_SAMPLE * COMPUTE * max(1.0, share) * 1.3,
                 ranks=hosts,
                 hosts=hosts,
                 rate=RATE,
-                seconds=(rounds + 12) * 6 * STEPS_A_SAMPLE * COMPUTE * max(1.0, share) * 1.3,
                 options={"share": share, "parameters": _parameters(share, hosts), "layers": LAYERS, "seconds": COMPUTE},
                 **fixed,
             )
@@ -207,41 +189,43 @@ class NextForward(Scenario):
             for words, share in shares.items()
         ]
         gpt = {"layers": 6, "width": 256, "batch": 2, "length": 128}
-        seconds = (rounds + 12) * 10 * 5 * 1.2
         transformers = [
-            Cell(name=f"GPT 5M, 2 hosts, {rate}", hosts=2, rate=rate, seconds=seconds, options=gpt, **fixed)
+            cell(name=f"GPT 5M, 2 hosts, {rate}", each=60.0, hosts=2, rate=rate, options=gpt, **fixed)
             for rate in ("400mbit", "200mbit")
         ]
         # Where ranks share memory, what counts is the work, also that of the optimizer, which is shared out.
         larger = {"layers": 8, "width": 512, "batch": 1, "length": 8, "optimizer": "AdamW"}
-        seconds = (rounds + 12) * 10 * 5 * 0.3
-        one_host = Cell(name="GPT 25M, 1 host, AdamW", seconds=seconds, emulated=False, options=larger, **fixed)
+        one_host = cell("GPT 25M, 1 host, AdamW", each=15.0, emulated=False, options=larger, **fixed)
         # Steps of half a second and more, of ten variants: too long for a quick look.
         return [*emulated, one_host] if quick else [*emulated, *transformers, one_host]
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = workload_of(rounds)
-        workload.note(rounds)
+        lineup = Lineup(rounds)
+        workload, times = lineup.workload, STEPS_A_SAMPLE
+        tuned = tuned_ddp(rounds, workload)
+        sharded = Gradsync(name=SHARDED, gathers="next-forward")
+        peers = [
+            NoWrapper(),
+            tuned,
+            Gradsync(),
+            sharded,
+            Gradsync(name=AUTO, gathers="auto"),
+            Gradsync(name=OVERLAPPED, late_means=True),
+        ]
         if isinstance(workload, EmulatedWorkload):
             rounds.fact("forward seconds", workload.profile.forward_seconds)
-        tuned = tuned_ddp(rounds, workload)
-        sharded, chosen = Gradsync(name=SHARDED, gathers="next-forward"), Gradsync(name=AUTO, gathers="auto")
-        late = Gradsync(name=OVERLAPPED, late_means=True)
-        peers: list[Peer] = [NoWrapper(), tuned, Gradsync(), sharded, chosen, late]
-        if isinstance(workload, RealWorkload):
+        else:
+            times //= 2
             peers += [DDP(name=ZERO, tuned=True, bucket_mb=tuned.bucket_mb, shares_state=True), FSDP2()]
-        times = STEPS_A_SAMPLE if isinstance(workload, EmulatedWorkload) else STEPS_A_SAMPLE // 2
-        wrapped = {peer.name: workload.wrap(peer) for peer in peers}
-        variants = {name: _steady(workload, each, times) for name, each in wrapped.items()}
+        for peer in peers:
+            lineup.add(peer, step=partial(_steady, workload, times))
         for peer, clip in ((tuned, torch.nn.utils.clip_grad_norm_), (sharded, clip_grad_norm_)):
-            variants[peer.name + CLIPPED] = _steady(workload, workload.wrap(peer), times, clip=clip)
-        for name in (OURS, SHARDED, AUTO, OVERLAPPED, SHARDED + CLIPPED):
-            settle(variants[name].step, after=DECIDED_AFTER if name == AUTO else TUNED_AFTER[-1])
-            variants[name].flush()
-        optimizer = wrapped[AUTO].optimizer
+            lineup.add(peer, peer.name + CLIPPED, step=partial(_steady, workload, times, clip=clip))
+        lineup.settle()
+        optimizer = lineup.variants[AUTO].wrapped.optimizer
         if isinstance(optimizer, ShardedOptimizer) and optimizer.choice is not None:
             rounds.fact("auto", optimizer.choice.report)
-        rounds.run(variants)
+        lineup.run()
 
     def note(self, record: CellRecord) -> str:
         return f"Auto: {record.facts['auto']}." if "auto" in record.facts else ""
@@ -264,9 +248,9 @@ class NextForward(Scenario):
         for record in records:
             bound = _bounds(record).get(BOUND)
             apart = None if bound is None or SHARDED not in record.samples else record.ms(SHARDED) / 1e3 / bound
-            gains = [or_missing(record.times(*pair), "{:.2f}× as fast") for pair in pairs.values()]
-            rows.append([record.cell.name, *gains, or_missing(apart, "{:.2f}")])
-        return [Table(title="The sharded optimizer", columns=["cell", *pairs, "against the bound"], rows=rows)]
+            gains = {title: or_missing(record.times(*pair), "{:.2f}× as fast") for title, pair in pairs.items()}
+            rows.append({"cell": record.cell.name, **gains, "against the bound": or_missing(apart, "{:.2f}")})
+        return [table_of("The sharded optimizer", rows)]
 
     def message(self, records: Sequence[CellRecord]) -> str:
         gains = known({record.cell.name: record.times(TUNED, SHARDED) for record in records})
@@ -294,8 +278,8 @@ def _bounds(record: CellRecord) -> dict[str, float]:
 
 def _steady(
     workload: Workload,
-    wrapped: WrappedModel,
     times: int,
+    wrapped: WrappedModel,
     *,
     clip: Callable[[Iterable[Any], float], object] | None = None,
 ) -> Steady:

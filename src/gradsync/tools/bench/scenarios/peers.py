@@ -22,37 +22,31 @@ from typing import TYPE_CHECKING, Any
 from gradsync.observe.charts.canvas import colour, limit_line
 from gradsync.observe.charts.kinds import draw_rows
 from gradsync.observe.charts.numbers import count
-from gradsync.tools.bench.measure import CellRounds, Parts
-from gradsync.tools.bench.peers import ALONE, OURS, PEERS, TUNED, Peer
+from gradsync.tools.bench.measure import CellRounds, Parts, Step
+from gradsync.tools.bench.peers import ALONE, OURS, PEERS, STOCK, TUNED, Peer
 from gradsync.tools.bench.record import Cell, CellRecord, percent
 from gradsync.tools.bench.scenario import (
     MISSING,
+    ROUNDS,
     Picture,
     Scenario,
     Table,
+    cell,
     colour_of,
     gpu_cell,
     known,
     paper_cells,
     picture,
+    table_of,
     timing_table,
 )
-from gradsync.tools.bench.workload import (
-    MIB,
-    RealWorkload,
-    plain_step,
-    settle,
-    steps_of,
-    tuned_ddp,
-    workload_of,
-)
+from gradsync.tools.bench.workload import MIB, Lineup, RealWorkload, Workload, tuned_ddp, window_step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["Peers"]
 
-STOCK = "DDP stock"
 # From the top down.
 SHOWN = (OURS, TUNED, STOCK, "Accelerate", "Lightning Fabric", "FSDP2 replicate", "naive")
 # A cell with this option measures memory, of the peer it names or of all; its samples have this part.
@@ -85,17 +79,21 @@ def measure_memory(rounds: CellRounds) -> None:
 
 
 def _measure_peer(rounds: CellRounds, peer: Peer, workload: RealWorkload) -> None:
-    plain_step(replace(TINY, device=rounds.device), peer)()
+    _train(replace(TINY, device=rounds.device), peer)()
     gc.collect()
     rounds.meet()
     with rounds.device.memory() as memory:
-        train = plain_step(workload, peer)
+        train = _train(workload, peer)
 
         def step() -> Parts:
             train()
             return {PEAK: rounds.mean(memory.take())}
 
         rounds.run({peer.name: step})
+
+
+def _train(workload: Workload, peer: Peer) -> Step:
+    return window_step(workload.wrap(peer), workload.forward)
 
 
 class Memory:
@@ -125,20 +123,24 @@ class Memory:
         return words
 
     def table(self) -> Table:
-        rows = []
-        for name, peaks in self.peak.items():
-            settled, more = self.settled[name], MISSING
+        def row(name: str) -> dict[str, object]:
+            more = None
             if ALONE in self.settled and self.gradients:
-                above = statistics.median(settled) - statistics.median(self.settled[ALONE])
+                above = statistics.median(self.settled[name]) - statistics.median(self.settled[ALONE])
                 more = f"{above / self.gradients:+.2f}"
-            rows.append([name, _megabytes(peaks), _megabytes(settled), more])
-        rows += [[name, reason, MISSING, MISSING] for name, reason in self.absent.items()]
+            return {
+                "variant": name,
+                "peak MB": _megabytes(self.peak[name]),
+                "settled MB": _megabytes(self.settled[name]),
+                "settled above no wrapper, in sizes of the gradients": more,
+            }
+
         most = max(map(len, self.peak.values()))
         spread = "median, lowest and highest" if most > 1 else "so its noise is not known"
-        return Table(
-            title=f"Memory of a rank, 2 ranks, {self.gradients / 1e6:.0f} MB of gradients",
-            columns=["variant", "peak MB", "settled MB", "settled above no wrapper, in sizes of the gradients"],
-            rows=rows,
+        return table_of(
+            f"Memory of a rank, 2 ranks, {self.gradients / 1e6:.0f} MB of gradients",
+            map(row, self.peak),
+            absent=self.absent,
             note=f"Model, gradients, activations and everything the wrapper adds, {self.counted}. The peak includes "
             "wrapping and the first steps, in which buckets are made anew; settled is what the last steps need. "
             f"{count(most, 'run')} a peer: {spread}.",
@@ -206,9 +208,9 @@ class Peers(Scenario):
         for batch, seconds in ((8, 0.3), (32, 0.4)):
             options = {**GPU_WHOLE, "batch": batch}
             name = f"{RealWorkload(**options).parameters / 1e6:.0f}M, batch {batch}, NCCL"
-            cells.append(gpu_cell(name, quick=quick, step_seconds=seconds, emulated=False, options=options))
+            cells.append(gpu_cell(name, quick=quick, each=seconds, emulated=False, options=options))
         options = {MEMORY: ALL, **GPU_WHOLE}
-        memory = gpu_cell(f"memory, {ALL}", quick=True, step_seconds=0.0, emulated=False, options=options)
+        memory = gpu_cell(f"memory, {ALL}", quick=True, each=0.0, emulated=False, options=options)
         return [*cells, replace(memory, warmup=0, rounds=MEMORY_STEPS, block=1)]
 
     def measure(self, rounds: CellRounds) -> None:
@@ -242,45 +244,47 @@ class Peers(Scenario):
 
 
 def _emulated(*, quick: bool) -> list[Cell]:
-    rounds, larger = (30, 1) if quick else (100, 4)
+    larger = 1 if quick else 4
     slow = {**SMALL, "parameters": SLOW_PARAMETERS * larger, "seconds": SMALL["seconds"] * larger}
     fast = {**slow, "parameters": FAST_PARAMETERS * larger}
-    one = Cell(name="1 host, 2 ranks", rounds=rounds, seconds=(rounds + 15) * 0.4 * larger, options=fast)
-    two = replace(one, name="2 hosts, 400 Mbit/s", hosts=2, rate="400mbit", options=slow)
-    faster = replace(two, name="2 hosts, 1 Gbit/s", rate="1gbit", options=fast)
+    each: dict[str, Any] = {"quick": quick, "each": 0.4 * larger, "start": 4.0 * larger}
+    two = cell(hosts=2, rate="400mbit", options=slow, **each)
     # Four ranks on a machine with fewer cores are less regular.
-    rounds = round(rounds * MORE)
+    rounds = round(two.rounds * MORE)
     crowded = replace(two, name="2×2 ranks, 400 Mbit/s", ranks=4, rounds=rounds, seconds=two.seconds * 1.5 * MORE)
-    # Two real cells stand for one host in a quick run.
-    return [two, crowded] if quick else [one, two, faster, crowded]
+    if quick:
+        # Two real cells stand for one host in a quick run.
+        return [two, crowded]
+    one = cell("1 host, 2 ranks", options=fast, **each)
+    return [one, two, cell(hosts=2, rate="1gbit", options=fast, **each), crowded]
 
 
 def _real(*, quick: bool) -> list[Cell]:
-    rounds = 30 if quick else 100
     heavy: dict[str, Any] = {**WHOLE, "layers": 6, "width": 256} if quick else WHOLE
     light: dict[str, Any] = {"layers": 4, "width": 128, "batch": 1, "length": 64}
+    # Short steps are less regular.
+    longer = round(ROUNDS[0] * MORE), round(ROUNDS[1] * MORE)
     return [
-        Cell(
-            name=f"1 host, {RealWorkload(**options).parameters / 1e6:.1f}M parameters",
-            rounds=count,
-            seconds=(count + 15) * seconds,
+        cell(
+            f"1 host, {RealWorkload(**options).parameters / 1e6:.1f}M parameters",
+            quick=quick,
+            each=seconds,
+            start=10 * seconds,
+            rounds=rounds,
             emulated=False,
             options=options,
         )
-        # Short steps are less regular.
-        for options, count, seconds in ((heavy, rounds, 0.6 if quick else 2.0), (light, round(rounds * MORE), 0.35))
+        for options, rounds, seconds in ((heavy, ROUNDS, 0.6 if quick else 2.0), (light, longer, 0.35))
     ]
 
 
 def _measure_time(rounds: CellRounds) -> None:
-    workload = workload_of(rounds)
     # The ranks of a host can add up among themselves before anything crosses its link.
-    workload.note(rounds, senders=rounds.cell.hosts or 1)
-    peers = {**PEERS, TUNED: tuned_ddp(rounds, workload)}
-    variants = steps_of(rounds, peers.values(), partial(plain_step, workload))
-    # DDP tuned had its trials; this is where gradsync makes its own choice of buckets.
-    settle(variants[OURS])
-    rounds.run(variants)
+    lineup = Lineup(rounds, senders=rounds.cell.hosts or 1)
+    # DDP tuned has its trials; settling is where gradsync makes its own choice of buckets.
+    for peer in {**PEERS, TUNED: tuned_ddp(rounds, lineup.workload)}.values():
+        lineup.add(peer)
+    lineup.settle().run()
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -336,10 +340,10 @@ def _behind(record: CellRecord) -> list[str]:
 def _table(record: CellRecord) -> Table:
     alone, size = record.samples.get(ALONE, {}), record.facts.get("gradient bytes", 0)
 
-    def exposed(name: str) -> str:
+    def exposed(name: str) -> str | None:
         """Median over the rounds of what the step takes longer than the computation alone."""
         waits = [taken.seconds - alone[n].seconds for n, taken in record.samples[name].items() if n in alone]
-        return f"{statistics.median(waits) * 1e3:.1f}" if waits and name != ALONE else MISSING
+        return f"{statistics.median(waits) * 1e3:.1f}" if waits and name != ALONE else None
 
     note = ""
     if "DDP bucket MiB" in record.facts:

@@ -6,28 +6,29 @@ the cores that takes is measured and shown.
 """
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gradsync.observe.charts.kinds import Series, name_ends
-from gradsync.tools.bench.measure import CellRounds, Parts, Step
-from gradsync.tools.bench.peers import ALONE, OURS, TUNED, Gradsync, NoWrapper, Peer
+from gradsync.tools.bench.measure import CellRounds
+from gradsync.tools.bench.peers import ALONE, OURS, TUNED, Gradsync, NoWrapper
 from gradsync.tools.bench.record import Cell, CellRecord, percent
 from gradsync.tools.bench.scenario import (
-    MISSING,
     Picture,
     Scenario,
     Table,
+    cell,
     colour_of,
     gpu_cell,
     known,
+    link_words,
     paper_models,
     picture,
+    table_of,
     times_of,
 )
-from gradsync.tools.bench.workload import Workload, plain_step, settle, tuned_ddp, workload_of
+from gradsync.tools.bench.workload import PROCESSOR, Lineup, tuned_ddp, window_step, with_processor_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,13 +36,12 @@ if TYPE_CHECKING:
 __all__ = ["Scaling"]
 
 NCCL = "NCCL"
-RATES = {"200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
+RATES = ("200mbit", "1gbit")
 SHOWN = (ALONE, TUNED, OURS)
 MODEL = {"parameters": 160_000, "layers": 2, "seconds": 0.05}
 # Of all gradients: the bucket sizes from which torch's DDP gets its best. Fewer than elsewhere, and after a shorter
 # warm-up: every rank more costs time here.
 SHARES = (1, 4)
-HOST = "host work"
 
 
 class Scaling(Scenario):
@@ -57,20 +57,20 @@ class Scaling(Scenario):
     baseline = ALONE
 
     def cells(self, *, quick: bool) -> list[Cell]:
-        rounds = 30 if quick else 60
         counts = (2, 4, 8) if quick else (2, 4, 8, 16)
-        one = Cell(name="1 rank", ranks=1, rounds=rounds, seconds=(rounds + 40) * 0.2, options={"link": "", **MODEL})
+        fixed: dict[str, Any] = {"quick": quick, "rounds": (30, 60)}
+        one = cell("1 rank", ranks=1, each=0.2, start=7.0, options={"link": "", **MODEL}, **fixed)
         return [one] + [
-            Cell(
-                name=f"{count} hosts, {words}",
+            cell(
                 ranks=count,
                 hosts=count,
                 rate=rate,
-                rounds=rounds,
-                seconds=(rounds + 15) * (0.2 + 0.025 * count) + 1 + count * 0.3,
-                options={"link": words, **MODEL},
+                each=0.2 + 0.025 * count,
+                start=3.0 + 0.55 * count,
+                options={"link": link_words(rate), **MODEL},
+                **fixed,
             )
-            for rate, words in RATES.items()
+            for rate in RATES
             for count in counts
         ]
 
@@ -81,27 +81,35 @@ class Scaling(Scenario):
                 f"{count} ranks, NCCL" if count > 1 else "1 rank",
                 quick=quick,
                 ranks=count,
-                step_seconds=model["seconds"] * (3 + count / 2),
+                each=model["seconds"] * (3 + count / 2),
                 options={"link": NCCL if count > 1 else "", **model},
             )
             for count in counts
         ]
 
     def measure(self, rounds: CellRounds) -> None:
-        workload = workload_of(rounds)
-        workload.note(rounds)
+        lineup = Lineup(rounds)
         rounds.fact("cores", len(os.sched_getaffinity(0)))
-        tuned = tuned_ddp(rounds, workload, shares=SHARES, warmup=2)
-        variants = {peer.name: _step(workload, peer) for peer in (NoWrapper(), tuned, Gradsync())}
-        settle(variants[OURS])
-        rounds.run(variants)
+        forward = lineup.workload.forward
+        for peer in (NoWrapper(), tuned_ddp(rounds, lineup.workload, shares=SHARES, warmup=2), Gradsync()):
+            lineup.add(peer, step=lambda wrapped: with_processor_seconds(window_step(wrapped, forward)))
+        lineup.settle().run()
 
     def overview(self, records: Sequence[CellRecord]) -> list[Table]:
+        def row(record: CellRecord, peer: str) -> dict[str, object]:
+            share = _efficiency(record, records, peer)
+            return {
+                "ranks and link": record.cell.name,
+                "variant": peer,
+                "median ms": f"{record.ms(peer):.1f}",
+                "efficiency": None if share is None else percent(share),
+                "host work of a step": _host_share(record, peer),
+            }
+
         return [
-            Table(
-                title="Weak scaling",
-                columns=["ranks and link", "variant", "median ms", "efficiency", "host work of a step"],
-                rows=[_row(each, records, peer) for each in records for peer in SHOWN if peer in each.samples],
+            table_of(
+                "Weak scaling",
+                [row(each, peer) for each in records for peer in SHOWN if peer in each.samples],
                 note="Efficiency: one process without a wrapper over this. Host work: the share of all cores that the "
                 "ranks together keep busy during a step. Real hosts would have cores of their own.",
             )
@@ -117,7 +125,7 @@ class Scaling(Scenario):
                     axes.set_ylim(0, 108)
                 axes.set_xlabel("ranks" if words == NCCL else "ranks, each on a host of its own")
 
-            links = _links(records) or list(RATES.values())
+            links = _links(records) or list(map(link_words, RATES))
             return [(_with_sharing(words, records), partial(draw, words=words)) for words in links]
 
         title, reading = _message(records), self.reading(records)
@@ -138,17 +146,6 @@ class Scaling(Scenario):
                 parts = [f"{peer} {percent(value)}" for peer, value in shares.items()]
                 sentences.append(f"{last.cell.name}: {', '.join(parts)} of the speed of as many single processes.")
         return " ".join([*sentences, _host_words(records)])
-
-
-def _step(workload: Workload, peer: Peer) -> Step:
-    window = plain_step(workload, peer)
-
-    def step() -> Parts:
-        began = time.process_time()
-        window()
-        return {HOST: time.process_time() - began}
-
-    return step
 
 
 def _links(records: Sequence[CellRecord]) -> list[str]:
@@ -186,13 +183,7 @@ def _times(shown: Sequence[CellRecord], peer: str) -> Series:
 def _host_share(record: CellRecord, peer: str) -> str:
     """The share of processor time that all ranks take of what the cores have during a step."""
     cores = int(record.facts.get("cores", 1))
-    return percent(record.part(peer, HOST) * record.cell.ranks / (cores * record.summary(peer).median))
-
-
-def _row(record: CellRecord, records: Sequence[CellRecord], peer: str) -> list[str]:
-    share = _efficiency(record, records, peer)
-    efficiency = MISSING if share is None else percent(share)
-    return [record.cell.name, peer, f"{record.ms(peer):.1f}", efficiency, _host_share(record, peer)]
+    return percent(record.part(peer, PROCESSOR) * record.cell.ranks / (cores * record.summary(peer).median))
 
 
 def _host_words(records: Sequence[CellRecord]) -> str:
