@@ -199,9 +199,12 @@ def test_time_left_is_told_in_whole_seconds() -> None:
 
 
 def test_a_table_shows_who_is_missing(tmp_path: Path) -> None:
-    record = CellRecord(cell=Cell(name="cell"), absent={"Accelerate": "not installed"})
+    record = record_of(Cell(name="cell"), {"DDP": 0.1})
+    record.absent["Accelerate"] = "not installed"
     table = timing_table(record, baseline="DDP")
-    assert table.rows == [["Accelerate", "not installed", "–", "–", "–"]]
+    assert table.rows[1:] == [["Accelerate", "not installed", "–", "–", "–"]]
+    nobody = timing_table(CellRecord(cell=Cell(name="cell"), absent=record.absent), baseline="DDP")
+    assert nobody.rows == [["Accelerate", "not installed"]]
     assert colour_of("gradsync · every 2") == colour_of("gradsync") != colour_of("DDP tuned")
 
 

@@ -371,7 +371,7 @@ def table_of(
     Rows of what is ``absent`` follow, with the reasons.
     """
     found = list(rows)
-    columns = list(found[0]) if found else ["", "reason"]
+    columns = list(found[0]) if found else ["variant", "reason"]
     shown = [[MISSING if value is None else str(value) for value in row.values()] for row in found]
     shown += [[name, reason, *[MISSING] * (len(columns) - 2)] for name, reason in (absent or {}).items()]
     return Table(title=title, columns=columns, rows=shown, note=note)
@@ -387,16 +387,16 @@ def timing_table(
 
     def row(variant: str) -> dict[str, object]:
         taken, limit = record.summary(variant), record.limit(variant)
-        limited = None if limit is None else f"{taken.median / limit:.2f}"
-        return {
+        values = {
             "variant": variant,
             "median ms": f"{taken.median * 1e3:.1f}",
             "p5–p95 ms": f"{taken.p5 * 1e3:.1f}–{taken.p95 * 1e3:.1f}",
             "time / baseline": record.ratio(variant, baseline) if baseline in record.samples else None,
             **{title: words(variant) for title, words in (more or {}).items()},
             "sent MB": f"{record.sent(variant) / 1e6:.2f}",
-            **({"time / limit": limited} if LIMITS in record.facts else {}),
         }
+        limited = {"time / limit": None if limit is None else f"{taken.median / limit:.2f}"}
+        return values | (limited if LIMITS in record.facts else {})
 
     title, words = f"{record.cell.name} ({record.rounds} rounds)", f"The baseline is {baseline}. {note}".rstrip()
     return table_of(title, map(row, record.samples), absent=record.absent, note=words)
