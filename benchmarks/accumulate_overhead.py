@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
-from interleave import interleave
+from interleave import interleave, parser_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,8 +23,7 @@ Loop = Callable[[Iterable[object]], None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser = parser_of(__doc__, rounds=200)
     parser.add_argument("--micro-batches", type=int, default=500)
     options = parser.parse_args()
     torch.set_num_threads(1)

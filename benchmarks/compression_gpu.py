@@ -6,11 +6,11 @@ GPT-2's 124 million gradients in float32. What counts is what has to be moved: n
 other way round. Variants are interleaved; medians of many rounds.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 
 import torch
+from interleave import parser_of
 
 from gradsync.core.reduction import fused
 from gradsync.core.reduction.codings import Blocks
@@ -34,9 +34,8 @@ def measure(variants: dict[str, tuple[Callable[[], object], int]], rounds: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=50)
     parser.add_argument("--numel", type=int, default=GPT2, help="gradients")
-    parser.add_argument("--rounds", type=int, default=50)
     options = parser.parse_args()
     numel = options.numel // 256 * 256
     values = torch.randn(1, numel, device="cuda")

@@ -9,17 +9,24 @@
 ``much-wire`` and ``much-compute``: a transformer of 25M parameters with few tokens in a batch, and with many.
 
 gradsync takes the fastest wire it finds, which is shared memory here; "gradsync, Gloo" stays with the group's own.
+
+With ``--memory`` it is the peak memory of a step of the transformer, as bytes of live tensors. torch's profiler reports
+every allocation of tensor memory; the running sum and its maximum are exact and the same in every run, which the
+process's resident size is not. gradsync stays with the group's own wire there: over shared memory buckets are no tensor
+memory to the profiler, though they have the same size. ``gradsync bench peers`` counts those, too.
 """
 
-import argparse
+import gc
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from interleave import Step, interleave, ratio, table
+from interleave import Step, interleave, parser_of, ratio, table
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import gradsync
 from gradsync.communicator import ProcessGroupCommunicator
@@ -130,16 +137,55 @@ def measure(model: str, rounds: int) -> None:
                 print(f"{ours} / the best tuned torch: {ratio(record, ours, best)}")
 
 
+MEMORY_VARIANTS: dict[str, Wrap] = {
+    "no wrapper": lambda module: module,
+    "torch stock": TorchDDP,
+    "torch view": partial(TorchDDP, gradient_as_bucket_view=True),
+    "gradsync": on_the_group,
+    "gradsync 1 MiB": partial(on_the_group, bucket_cap_mb=1),
+}
+
+
+def peak_bytes(wrap: Wrap) -> int:
+    """The most that was live at once in two steps, beyond what was live before the wrapper was made."""
+    torch.manual_seed(0)
+    module, inputs = transformer()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step = make_step(wrap(module), inputs)
+        for _ in range(4):
+            # Gloo's threads let go of a tensor a moment after the collective is done; on busy cores a long moment.
+            time.sleep(0.2)
+            step()
+    live = peak = 0
+    changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    del step
+    gc.collect()
+    return peak
+
+
+def measure_memory() -> None:
+    for name, wrap in MEMORY_VARIANTS.items():
+        peak = peak_bytes(wrap)
+        if dist.get_rank() == 0:
+            print(f"{name:<20}{peak / 2**20:10.2f} MiB")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=60)
     parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--memory", action="store_true", help="measure memory, not time")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for model in MODELS if options.model == "all" else [options.model]:
-        measure(model, options.rounds)
+    if options.memory:
+        measure_memory()
+    else:
+        for model in MODELS if options.model == "all" else [options.model]:
+            measure(model, options.rounds)
     dist.destroy_process_group()
 
 

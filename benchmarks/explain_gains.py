@@ -10,7 +10,6 @@ cores, so that a busy machine disturbs them less. The gain is the share of a ste
 several in a step) that is saved. Where buckets cost little enough that nothing is said, others are tried all the same.
 """
 
-import argparse
 import itertools
 import statistics
 import time
@@ -19,11 +18,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from interleave import interleave, parser_of
 from torch.utils.data import DataLoader, Dataset
 
 from gradsync import DistributedDataParallel, ShardedOptimizer
 from gradsync.lab import EmulatedModel, Lab, LabPlan, Rate, fork_ranks, transformer
 from gradsync.observe.explain import Advice, Explanation
+from gradsync.tools.bench.measure import Steady
 
 STEPS = 11
 NOTHING_SAID = "nothing is said; tried all the same"
@@ -178,15 +179,8 @@ VARIANTS = {
 }
 
 
-def timed(training: Training) -> float:
-    """Seconds of a micro-batch; the first step of a block is not counted."""
-    training.step()
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(STEPS - 1):
-        training.step()
-    dist.barrier()
-    return (time.perf_counter() - began) / (STEPS - 1) / training.micro_batches
+def block(training: Training) -> Steady:
+    return Steady(step=training.step, flush=lambda: None, times=STEPS - 1)
 
 
 def measure(case: Case, rounds: int) -> None:
@@ -208,14 +202,18 @@ def measure(case: Case, rounds: int) -> None:
         for _ in range(4 * STEPS):
             remedy.step()
     # From here on ranks keep steps of the rounds, and forget those before.
-    samples = [[timed(each) for each in (case.faulty, *(remedy for _, remedy in remedies))] for _ in range(rounds)]
+    trainings = [case.faulty, *(remedy for _, remedy in remedies)]
+    record = interleave({str(number): block(each) for number, each in enumerate(trainings)}, warmup=0, rounds=rounds)
     again = case.faulty.model.explain(all_ranks=True).advice
     if dist.get_rank() == 0:
         first = explanation.advice[0].kind if explanation.advice else "nothing"
         expected = "as it should be" if first == case.kind else f"planted was {case.kind}"
-        print(f"  first advice: {first} ({expected}); a step takes {1e3 * samples[-1][0]:.0f} ms")
-        for place, (advice, _) in enumerate(remedies, 1):
-            gains = [1 - row[place] / row[0] for row in samples]
+        print(f"  first advice: {first} ({expected}); a step takes {record.ms('0'):.0f} ms")
+        seconds = {number: record.seconds(str(number)) for number in range(len(trainings))}
+        for place, (advice, remedy) in enumerate(remedies, 1):
+            # Of a micro-batch.
+            share = case.faulty.micro_batches / remedy.micro_batches
+            gains = [1 - share * seconds[place][number] / before for number, before in seconds[0].items()]
             gain = statistics.median(gains)
             # The same advice, by what happened while both ran.
             predicted = next((each.gain for each in again if _same(each, advice)), advice.gain)
@@ -233,12 +231,11 @@ def _same(one: Advice, other: Advice) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=6)
     every = {**CASES, **VARIANTS}
     parser.add_argument(
         "--case", action="append", help=f"only this one, or all that begin so; may be given several times: {[*every]}"
     )
-    parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     chosen = [name for name in every if any(name.startswith(each) for each in options.case or ())]
     for name in chosen or CASES:

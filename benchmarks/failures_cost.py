@@ -18,32 +18,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_and_off import LIMIT, VARIANTS, Took, arguments, report, take_turns, timed
+from on_and_off import LIMIT, VARIANTS, WARMUP, Took, Training, arguments, report, take_turns, timed
 
-import gradsync
+from gradsync import ReplicaCheck
 from gradsync.health.watch.set_up import agents
-from gradsync.tools.llm.model import build_model, loss_of
 
-VOCABULARY = 512
-# Bucket sizes are tried in the first 36 steps.
-WARMUP = 45
 COMPARED = "compared"
 # Steps between two comparisons of fingerprints, for which their cost is told.
 EVERY = 100
 
 
-class Training:
+class Ready(Training):
     """A model that is ready for failures, and can be made not to be."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        model = build_model(options.model, vocab_size=VOCABULARY, sequence_length=options.length)
-        self._model = gradsync.DistributedDataParallel(
-            model, on_bad_step="raise", replica_check=gradsync.ReplicaCheck(every=1)
-        )
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self._tokens = torch.randint(VOCABULARY, (options.batch, options.length + 1))
-        engine: Any = self._model.synchronizer.engine
+        super().__init__(options, "cpu", on_bad_step="raise", replica_check=ReplicaCheck(every=1))
+        engine: Any = self.model.synchronizer.engine
         self._pipeline, self._exchange = engine.pipeline, engine.exchange
         self._check, self._comparison = self._pipeline._check, self._exchange._comparison
         self._is_watched = threading.Event()
@@ -51,7 +41,7 @@ class Training:
         self._hold(agent._selector)
         self.switch("on")
         for _ in range(WARMUP):
-            self._step()
+            self.step()
 
     def _hold(self, selector: Any) -> None:
         """The thread of the watch, where it sleeps anyway, as long as it is not to watch."""
@@ -73,14 +63,12 @@ class Training:
     def run(self, variant: str, steps: int) -> Took:
         # One step is not measured: the watch has time to fall asleep, or to catch up.
         self.switch("on" if variant == COMPARED else variant)
-        self._step()
+        self.step()
         self.switch(variant)
-        return timed(self._step, steps)
+        return timed(self.step, steps)
 
-    def _step(self) -> None:
-        loss_of(self._model(self._tokens[:, :-1]), self._tokens[:, 1:]).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+    def step(self) -> None:
+        super().step()
         # One comparison a block.
         self._exchange._comparison = None
 
@@ -105,7 +93,7 @@ def main() -> None:
     options = arguments(__doc__).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    training = Training(options)
+    training = Ready(options)
     orders = list(itertools.permutations((*VARIANTS, COMPARED)))
     # Not the next one in the list, which begins the same way.
     shuffled = (orders[number * 7 % len(orders)] for number in itertools.count())

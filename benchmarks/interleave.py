@@ -1,5 +1,6 @@
 """Variants of a step in turns, timed as `gradsync bench` times them, with a table of the results for the terminal."""
 
+import argparse
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,14 @@ import torch
 from gradsync.tools.bench.measure import CellRounds, Step
 from gradsync.tools.bench.record import Cell, CellRecord, RowFile, read_records
 
-__all__ = ["Step", "interleave", "on_gpu", "ratio", "table"]
+__all__ = ["Step", "interleave", "on_gpu", "parser_of", "ratio", "table"]
+
+
+def parser_of(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    """The options of a script, which its documentation describes."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    return parser
 
 
 def interleave(variants: Mapping[str, Step], *, warmup: int, rounds: int) -> CellRecord:

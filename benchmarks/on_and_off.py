@@ -13,11 +13,18 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from interleave import parser_of
 
-__all__ = ["LIMIT", "VARIANTS", "Took", "arguments", "report", "take_turns", "timed"]
+import gradsync
+from gradsync.tools.llm.model import build_model, loss_of
+
+__all__ = ["LIMIT", "VARIANTS", "WARMUP", "Took", "Training", "arguments", "report", "take_turns", "timed"]
 
 LIMIT = 0.005
 VARIANTS = ("off", "on", "off again")
+VOCABULARY = 512
+# Bucket sizes are tried in the first 36 steps, where none is given.
+WARMUP = 45
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +33,22 @@ class Took:
 
     wall: float
     cpu: float
+
+
+class Training:
+    """A GPT under gradsync with these settings."""
+
+    def __init__(self, options: argparse.Namespace, device: str, **settings: object) -> None:
+        torch.manual_seed(0)
+        model = build_model(options.model, vocab_size=VOCABULARY, sequence_length=options.length)
+        self.model = gradsync.DistributedDataParallel(model.to(device), **settings)  # type: ignore[arg-type]
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self._tokens = torch.randint(VOCABULARY, (options.batch, options.length + 1), device=device)
+
+    def step(self) -> None:
+        loss_of(self.model(self._tokens[:, :-1]), self._tokens[:, 1:]).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 def timed(step: Callable[[], None], steps: int, group: dist.ProcessGroup | None = None) -> Took:
@@ -50,12 +73,11 @@ def _device_ends() -> None:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(description, rounds=120)
     parser.add_argument("--model", default="tiny", help="of gradsync train")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=10, help="in a block")
-    parser.add_argument("--rounds", type=int, default=120)
     parser.add_argument("--minutes", type=float, default=6.0, help="no round begins that would end later")
     return parser
 

@@ -7,13 +7,12 @@ way, a sum, a message each way, with tensors made beforehand. What it takes long
 of meeting twice; what peer exchange takes longer than it is ours.
 """
 
-import argparse
 import itertools
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from interleave import Step, interleave, table
+from interleave import Step, interleave, parser_of, table
 
 from gradsync.communicator import ProcessGroupCommunicator
 from gradsync.communicator.peer_exchange import PeerExchangeCommunicator
@@ -54,9 +53,8 @@ def all_reduce(wire: ProcessGroupCommunicator | PeerExchangeCommunicator, tensor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=60)
     parser.add_argument("--mib", type=int, nargs="+", default=[4, 8, 25, 100])
-    parser.add_argument("--rounds", type=int, default=60)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -21,21 +21,22 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
+from interleave import interleave
 
-from gradsync import DistributedDataParallel, ShardedOptimizer
 from gradsync.errors import GradsyncError
 from gradsync.lab import Lab, LabPlan, Rate
 from gradsync.observe.plan.calibration import Calibration
 from gradsync.observe.plan.planner import Setting, fit_own_seconds, predict
-from gradsync.tools.bench.workload import EmulatedWorkload
+from gradsync.tools.bench.measure import Steady
+from gradsync.tools.bench.peers import Gradsync
+from gradsync.tools.bench.workload import EmulatedWorkload, optimizer_step
 from gradsync.tools.calibration import CalibrationPlan, run_calibration
 from gradsync.tools.lab.emulated import transformer
 from gradsync.tools.lab.lab import fork_ranks
@@ -86,23 +87,17 @@ class Case:
 # -- inside a rank ----------------------------------------------------------------------------------------------------
 
 
-def variant(case: Case) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A step of the case, and what ends the last of several."""
+def variant(case: Case) -> Steady:
     workload = case.workload
     reduction = "int8" if case.mode == "int8" else None
-    model = DistributedDataParallel(workload.model(), bucket_cap_mb=case.bucket_mb, reduction=reduction)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, foreach=True)
-    flush: Callable[[], None] = lambda: None  # noqa: E731 (two of them, of one type)
-    if case.mode == "next-forward":
-        sharded = ShardedOptimizer(optimizer, model, mode="next-forward")
-        optimizer, flush = sharded, sharded.flush
+    gathers = "next-forward" if case.mode == "next-forward" else None
+    wrapped = workload.wrap(Gradsync(bucket_mb=case.bucket_mb, reduction=reduction, gathers=gathers))
 
     def step() -> None:
-        workload.forward(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        wrapped.backward(workload.forward(wrapped.model))
+        optimizer_step(wrapped)
 
-    return step, flush
+    return Steady(step=step, flush=wrapped.flush, times=IN_A_ROW)
 
 
 def measure_block(cases: Sequence[Case], rounds: int, path: Path) -> None:
@@ -111,30 +106,19 @@ def measure_block(cases: Sequence[Case], rounds: int, path: Path) -> None:
     logging.disable(logging.WARNING)
     os.environ["GRADSYNC_TRANSPORT"] = "group"
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    control = dist.new_group(backend="gloo")
-    variants = {case: variant(case) for case in cases}
-    for step, flush in variants.values():
+    variants = {str(case): variant(case) for case in cases}
+    for each in variants.values():
         for _ in range(WARM_UP):
-            step()
-        flush()
-    samples: dict[Case, list[float]] = {case: [] for case in cases}
-    for _ in range(rounds):
-        for case, (step, flush) in variants.items():
-            step()
-            dist.barrier(group=control)
-            began = time.perf_counter()
-            for _ in range(IN_A_ROW):
-                step()
-            taken = torch.tensor([(time.perf_counter() - began) / IN_A_ROW], dtype=torch.float64)
-            flush()
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=control)
-            samples[case].append(float(taken))
+            each.step()
+        each.flush()
+    record = interleave(variants, warmup=0, rounds=rounds)
     if dist.get_rank() == 0:
+        samples = {case: list(record.seconds(str(case)).values()) for case in cases}
         rows = [
             {**asdict(case), "seconds": statistics.median(taken), "samples": taken} for case, taken in samples.items()
         ]
         path.write_text(json.dumps(rows))
-    dist.barrier(group=control)
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -191,9 +175,7 @@ def blocks(ranks: Sequence[int], rates: Sequence[str], scale: float) -> Iterator
 
 
 def expected_seconds(calibration: Calibration, cases: Sequence[Case], rounds: int) -> float:
-    return sum(
-        predict(calibration, case.setting).step * (WARM_UP[case.mode] + rounds * (IN_A_ROW + 1)) for case in cases
-    )
+    return sum(predict(calibration, case.setting).step * (WARM_UP + rounds * (IN_A_ROW + 1)) for case in cases)
 
 
 def show(calibration: Calibration, rows: Sequence[dict[str, object]]) -> int:

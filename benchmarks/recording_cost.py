@@ -17,47 +17,29 @@ import os
 
 import torch
 import torch.distributed as dist
-from on_and_off import VARIANTS, Took, arguments, report, take_turns, timed
+from on_and_off import VARIANTS, WARMUP, Took, Training, arguments, report, take_turns, timed
 
-import gradsync
 from gradsync.observe.recording import Recorder
-from gradsync.tools.llm.model import build_model, loss_of
-
-VOCABULARY = 512
-# Bucket sizes are tried in the first 36 steps, where none is given.
-WARMUP = 45
 
 
-class Variant:
+class Variant(Training):
     """A model that is recorded, or not."""
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         os.environ["GRADSYNC_RECORD"] = "off"
-        torch.manual_seed(0)
-        model = build_model(options.model, vocab_size=VOCABULARY, sequence_length=options.length)
-        self._model = gradsync.DistributedDataParallel(
-            model.to(options.device),
-            bucket_cap_mb=options.bucket_cap_mb,
-            observer=Recorder() if name == "on" else None,
-        )
-        if (self._model.replica.recorder is not None) is not (name == "on"):
+        observer = Recorder() if name == "on" else None
+        super().__init__(options, options.device, bucket_cap_mb=options.bucket_cap_mb, observer=observer)
+        if (self.model.replica.recorder is not None) is not (name == "on"):
             raise SystemExit(f"the variant {name!r} is not what it says")
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self._tokens = torch.randint(VOCABULARY, (options.batch, options.length + 1), device=options.device)
 
     @property
     def buckets(self) -> int:
-        layout = self._model.synchronizer.layout
+        layout = self.model.synchronizer.layout
         return 0 if layout is None else len(layout.buckets)
 
     def run(self, steps: int) -> Took:
-        self._step()
-        return timed(self._step, steps)
-
-    def _step(self) -> None:
-        loss_of(self._model(self._tokens[:, :-1]), self._tokens[:, 1:]).backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.step()
+        return timed(self.step, steps)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ of one round. Small batches (``--tokens``) show the cost of communication, large
 processor time of a step is that of one rank, all its threads included; it is what to look at on a busy machine.
 """
 
-import argparse
 import os
 import time
 import warnings
@@ -18,7 +17,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from interleave import interleave, table
+from interleave import interleave, parser_of, table
 
 from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.lab import Lab, LabPlan, Rate, fork_ranks
@@ -83,11 +82,10 @@ def measure(variants: Sequence[str], *, tokens: int, block: int, rounds: int) ->
 
 def main() -> None:
     every = [peer.name + suffix for suffix in ("", CLIPPED) for peer in PEERS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, rounds=20)
     parser.add_argument("--rate", type=Rate.parse, help="of the links between two hosts, such as 400mbit")
     parser.add_argument("--tokens", type=int, help="in the batch of a rank; 8 on one host, 64 on two")
     parser.add_argument("--block", type=int, default=5, help="steps in a sample")
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--variants", nargs="+", choices=every, default=every)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

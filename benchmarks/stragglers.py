@@ -11,7 +11,6 @@ and none is to blame. The wire is that of three hosts in network namespaces, whe
 rate.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from interleave import parser_of
 from torch import nn
 
 import gradsync
@@ -258,8 +258,7 @@ def fall(lab: Lab, slow: int, since: int, step: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, rounds=3)
     parser.add_argument("--parts", default=",".join(PARTS))
     options = parser.parse_args()
     tables = {

@@ -1,14 +1,19 @@
-"""Several NCCL ranks on one GPU: gradsync beside torch's DDP at its best, in blocks of steps by turns.
+"""Ranks on one GPU: what gradsync adds to a step, what sharding saves, and how both compare with torch's DDP.
 
-    PYTHONPATH=src python benchmarks/nccl_ranks.py --model gpt --ranks 2
-    PYTHONPATH=src python benchmarks/nccl_ranks.py --model mlp --ranks 4
-    PYTHONPATH=src python benchmarks/nccl_ranks.py --model layers --ranks 2 --slices
+    python benchmarks/gpu.py                                          # GPT-2 124M in bf16, alone over NCCL
+    python benchmarks/gpu.py --steps 5 --variants "gradsync,sharded"  # the sharded optimizer, alone
+    python benchmarks/gpu.py --ranks 2 --backend gloo --batch 4 --steps 5 --variants "gradsync,sharded" --rounds 20
+    python benchmarks/gpu.py --model gpt --ranks 2 --search --steps 5 --variants all
+    python benchmarks/gpu.py --model layers --ranks 2 --slices --search --steps 5 --variants all
 
-The ranks share the GPU under MPS, or with ``--slices`` by time slices; NCCL connects them by sockets over loopback. See
-docs/lab.md. First torch's DDP is tried as it comes, with bucket views and with a static graph, each at three bucket
-sizes; the best of the nine is what all others are compared with, in a second run of blocks by turns. A block is several
-steps of one variant; between blocks everything that is still under way is waited for. With ``--single`` a block is one
-step. Parameters may travel after ``step()`` has returned, so that blocks, and not steps, tell what a training takes.
+A single rank runs the whole path: hooks, buckets, NCCL's all-reduce. What is measured is the cost of the engine itself.
+Several ranks share the GPU under MPS, or with ``--slices`` by time slices; NCCL connects them by sockets over loopback,
+see docs/lab.md. Gloo goes through the host's memory.
+
+The baseline is torch's DDP with bucket views. With ``--search``, DDP is first tried stock, with bucket views and with a
+static graph, each at three bucket sizes, and the fastest of the nine is the baseline of a second run. A sample is a
+block of ``--steps`` steps of one variant, from an idle GPU to an idle GPU: parameters may travel after ``step()`` has
+returned, so blocks rather than steps tell how long a training takes.
 """
 
 import argparse
@@ -22,14 +27,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from interleave import interleave, table
+from interleave import interleave, parser_of, table
 from torch import nn
 
 import gradsync
 from gradsync.lab import SharedGpu, SharedGpuPlan
 from gradsync.tools.bench.measure import Steady
-from gradsync.tools.bench.peers import TorchDDP
-from gradsync.tools.llm.model import GPT, GPTConfig, loss_of
+from gradsync.tools.bench.peers import ALONE, TorchDDP
+from gradsync.tools.llm.model import GPT, GPTConfig, build_model, loss_of
 
 DDP_SIZES = (4, 25, 100)
 DDP_KINDS: Mapping[str, Mapping[str, bool]] = {
@@ -38,6 +43,8 @@ DDP_KINDS: Mapping[str, Mapping[str, bool]] = {
     "static": {"gradient_as_bucket_view": True, "static_graph": True},
 }
 VIEW = "view 25"
+VOCABULARY = 50257
+WARMUP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +55,25 @@ class Workload:
     loss: Callable[[nn.Module], torch.Tensor]
 
 
-def gpt(batch: int) -> Workload:
-    """57M parameters, as float32 under autocast. With a batch of 24 a step computes for most of its time, with 4 NCCL
-    works for most of it."""
-    config = GPTConfig(layers=10, heads=8, width=512, vocab_size=50257, sequence_length=256)
-    tokens = torch.randint(0, config.vocab_size, (batch, config.sequence_length + 1), device="cuda")
+def language(model: Callable[[], nn.Module], batch: int, length: int) -> Workload:
+    """A GPT with float32 parameters under bf16 autocast."""
+    tokens = torch.randint(0, VOCABULARY, (batch, length + 1), device="cuda")
 
     def loss(model: nn.Module) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
             return loss_of(model(tokens[:, :-1]), tokens[:, 1:])
 
-    return Workload(model=lambda: GPT(config), loss=loss)
+    return Workload(model=model, loss=loss)
+
+
+def gpt2(batch: int | None) -> Workload:
+    return language(lambda: build_model("gpt2", vocab_size=VOCABULARY, sequence_length=1024), batch or 16, 1024)
+
+
+def gpt(batch: int | None) -> Workload:
+    """57M parameters. With a batch of 24 a step computes for most of its time, with 4 NCCL works for most of it."""
+    config = GPTConfig(layers=10, heads=8, width=512, vocab_size=VOCABULARY, sequence_length=256)
+    return language(lambda: GPT(config), batch or 24, config.sequence_length)
 
 
 def stacked(layers: int, width: int, batch: int) -> Workload:
@@ -70,11 +85,11 @@ def stacked(layers: int, width: int, batch: int) -> Workload:
     return Workload(model=model, loss=lambda model: model(x).square().mean())
 
 
-WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "gpt": lambda: gpt(24),
-    "gpt-small-batch": lambda: gpt(4),
-    "mlp": lambda: stacked(8, 1024, 256),
-    "layers": lambda: stacked(1000, 32, 32),
+WORKLOADS: dict[str, Callable[[int | None], Workload]] = {
+    "gpt2": gpt2,
+    "gpt": gpt,
+    "mlp": lambda batch: stacked(8, 1024, batch or 256),
+    "layers": lambda batch: stacked(1000, 32, batch or 32),
 }
 
 Make = Callable[[nn.Module], tuple[nn.Module, Any]]
@@ -112,22 +127,23 @@ def with_foreach(make: Make) -> Make:
 
 def sharded(mode: Any, **settings: Any) -> Make:
     def make(model: nn.Module) -> tuple[nn.Module, Any]:
-        wrapped = gradsync.DistributedDataParallel(model, device_ids=[0], **settings)
-        return wrapped, gradsync.ShardedOptimizer(
-            torch.optim.AdamW(wrapped.parameters(), lr=1e-4, fused=True), wrapped, mode=mode
-        )
+        wrapped, optimizer = ours(**settings)(model)
+        return wrapped, gradsync.ShardedOptimizer(optimizer, wrapped, mode=mode)
 
     return make
 
 
 def overlapped(model: nn.Module) -> tuple[nn.Module, Any]:
-    wrapped = gradsync.DistributedDataParallel(model, device_ids=[0])
-    return wrapped, gradsync.OverlappedOptimizer(adam(wrapped.parameters()), wrapped)
+    wrapped, optimizer = ours()(model)
+    return wrapped, gradsync.OverlappedOptimizer(optimizer, wrapped)
 
 
-OURS: dict[str, Make] = {
+DDPS: dict[str, Make] = {f"{kind} {size}": ddp(kind, size) for kind in DDP_KINDS for size in DDP_SIZES}
+OTHERS: dict[str, Make] = {
+    ALONE: lambda model: (model, adam(model.parameters())),
     "gradsync": ours(),
     "gradsync 25 MiB": ours(bucket_cap_mb=25),
+    "gradsync 100 MiB": ours(bucket_cap_mb=100),
     "sharded": sharded("next-forward"),
     "sharded 25 MiB": sharded("next-forward", bucket_cap_mb=25),
     "sharded 50 MiB": sharded("next-forward", bucket_cap_mb=50),
@@ -135,10 +151,10 @@ OURS: dict[str, Make] = {
     "overlapped": overlapped,
     "bf16": ours(reduction="bf16"),
     "int8": ours(reduction="int8"),
-    "no wrapper": lambda model: (model, adam(model.parameters())),
     "view 25 foreach": with_foreach(ddp("view", 25)),
     "gradsync foreach": with_foreach(ours()),
 }
+ENGINE = (ALONE, "stock 25", "gradsync", "gradsync 100 MiB")
 
 
 def make_block(make: Make, workload: Workload, steps: int) -> tuple[Steady, Any]:
@@ -175,23 +191,23 @@ def settle(block: Steady, windows: int) -> None:
         block()
 
 
-def peak_memory(make: Make, workload: Workload, windows: int) -> float:
+def memory(make: Make, workload: Workload, windows: int) -> tuple[float, float]:
+    """What is held between two steps, and the most within one, in MiB."""
     block, _ = make_block(make, workload, 1)
     settle(block, windows)
     torch.cuda.reset_peak_memory_stats()
     settle(block, 3)
-    peak = torch.cuda.max_memory_allocated() / 2**20
+    held, peak = torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
     del block
     gc.collect()
     torch.cuda.empty_cache()
-    return peak
+    return held, peak
 
 
 def best_ddp(workload: Workload, options: argparse.Namespace) -> str:
     """The fastest of torch's, by a run of its own; the same on all ranks."""
-    makes = {f"{kind} {size}": ddp(kind, size) for kind in DDP_KINDS for size in DDP_SIZES}
-    blocks = {name: make_block(make, workload, options.steps)[0] for name, make in makes.items()}
-    record = interleave(blocks, warmup=2, rounds=options.ddp_rounds)
+    blocks = {name: make_block(make, workload, options.steps)[0] for name, make in DDPS.items()}
+    record = interleave(blocks, warmup=WARMUP, rounds=options.ddp_rounds)
     found: list[str] = [""]
     if dist.get_rank() == 0:
         print(table(record, [VIEW]), flush=True)
@@ -203,33 +219,35 @@ def best_ddp(workload: Workload, options: argparse.Namespace) -> str:
 def measure(options: argparse.Namespace) -> None:
     torch.cuda.set_device(0)
     torch.backends.cuda.matmul.allow_tf32 = True
-    dist.init_process_group("nccl")
+    device = torch.device("cuda", 0) if options.ranks == 1 else None
+    dist.init_process_group(options.backend, device_id=device)
     is_first = dist.get_rank() == 0
-    workload = WORKLOADS[options.model]()
+    workload = WORKLOADS[options.model](options.batch)
     if is_first:
         count = sum(parameter.numel() for parameter in workload.model().parameters())
-        sharing = "time slices" if options.slices else "MPS"
-        print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {dist.get_world_size()} ranks by {sharing}")
+        sharing = "" if options.ranks == 1 else f" by {'time slices' if options.slices else 'MPS'}"
+        ranks = f"{options.ranks} {options.backend} ranks{sharing}"
+        print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {ranks}")
         print(f"{options.model}: {count / 1e6:.1f}M parameters, blocks of {options.steps} steps", flush=True)
-    best = VIEW if options.no_ddp_search else best_ddp(workload, options)
+    best = best_ddp(workload, options) if options.search else VIEW
     gc.collect()
     torch.cuda.empty_cache()
-    chosen = options.variants.split(",") if options.variants else list(OURS)
-    makes = {best: ddp(best.split()[0], int(best.split()[1])), **{name: OURS[name] for name in chosen}}
-    blocks, models = {}, {}
-    for name, make in makes.items():
+    known = {**DDPS, **OTHERS}
+    chosen = list(OTHERS) if options.variants == "all" else options.variants.split(",")
+    blocks = {}
+    for name in dict.fromkeys([best, *chosen]):
         if options.memory:
-            peak = peak_memory(make, workload, options.settle)
+            held, peak = memory(known[name], workload, options.settle)
             if is_first:
-                print(f"peak memory {name:<20}{peak:10.1f} MiB", flush=True)
-        blocks[name], models[name] = make_block(make, workload, options.steps)
+                print(f"memory {name:<20} held {held:9.1f} MiB, peak {peak:9.1f} MiB", flush=True)
+        blocks[name], model = make_block(known[name], workload, options.steps)
         settle(blocks[name], options.settle)
-        if is_first and isinstance(models[name], gradsync.DistributedDataParallel):
-            sizes = [bucket.buffer.nbytes for bucket in models[name].synchronizer.buckets]
+        if is_first and isinstance(model, gradsync.DistributedDataParallel):
+            sizes = [bucket.buffer.nbytes for bucket in model.synchronizer.buckets]
             print(f"{name}: {len(sizes)} buckets, MiB: {' '.join(f'{size / 2**20:.3g}' for size in sizes[:40])}")
-    record = interleave(blocks, warmup=2, rounds=options.rounds)
+    record = interleave(blocks, warmup=WARMUP, rounds=options.rounds)
     if is_first:
-        print(table(record, [best]), flush=True)
+        print(table(record, [best, *([ALONE] if ALONE in blocks else [])]), flush=True)
     if options.profile:
         for name, block in blocks.items():
             profile(name, block)
@@ -278,27 +296,30 @@ def profile(name: str, block: Steady) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(WORKLOADS), default="gpt")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = parser_of(__doc__, rounds=100)
+    parser.add_argument("--model", choices=sorted(WORKLOADS), default="gpt2")
+    parser.add_argument("--batch", type=int, help="of a rank")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
     parser.add_argument("--slices", action="store_true", help="share the GPU by time slices, not under MPS")
     parser.add_argument("--channels", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5, help="of a block")
-    parser.add_argument("--single", dest="steps", action="store_const", const=1, help="blocks of one step")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--ddp-rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=1, help="of a block")
     parser.add_argument("--settle", type=int, default=40, help="steps of each variant before the clock starts")
-    parser.add_argument("--variants", help="of gradsync, by comma; all without it")
-    parser.add_argument("--no-ddp-search", action="store_true", help=f"compare with {VIEW} and look for no better")
-    parser.add_argument("--memory", action="store_true", help="measure the peak of memory, too")
+    parser.add_argument("--variants", default=",".join(ENGINE), help=f"comma-separated, or all: {', '.join(OTHERS)}")
+    parser.add_argument("--search", action="store_true", help="find the fastest setting of torch's DDP first")
+    parser.add_argument("--ddp-rounds", type=int, default=5, help="of the search")
+    parser.add_argument("--memory", action="store_true", help="measure the memory of each variant, too")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     if "RANK" in os.environ:
         measure(options)
-        return
-    plan = SharedGpuPlan(ranks=options.ranks, mps=not options.slices, channels=options.channels)
-    with SharedGpu(plan) as gpu:
-        sys.exit(gpu.run([sys.executable, *sys.argv]))
+    elif options.ranks == 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1"}
+        measure(options)
+    else:
+        plan = SharedGpuPlan(ranks=options.ranks, mps=not options.slices, channels=options.channels)
+        with SharedGpu(plan) as gpu:
+            sys.exit(gpu.run([sys.executable, *sys.argv]))
 
 
 if __name__ == "__main__":
