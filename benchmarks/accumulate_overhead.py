@@ -30,7 +30,7 @@ def main() -> None:
     accelerator = Accelerator(gradient_accumulation_steps=10**9, cpu=True)
     module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(50)))
     model = accelerator.prepare(module)
-    handle = accelerator.models.handle_of(model)
+    handle = accelerator.models.attachment_of(model)
     inner = DataLoader(TensorDataset(torch.zeros(4)))
     loader = accelerator.prepare(inner)
 

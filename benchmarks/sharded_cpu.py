@@ -19,13 +19,12 @@ import torch
 import torch.distributed as dist
 from interleave import interleave, parser_of, table
 
-from gradsync.core.bucket.sizes import TUNED_AFTER
 from gradsync.lab import Lab, LabPlan, Rate, fork_ranks
 from gradsync.tools.bench.measure import Parts, Steady
 from gradsync.tools.bench.peers import DDP, OURS, SHARDED, TUNED, Gradsync, Peer, WrappedModel
-from gradsync.tools.bench.workload import RealWorkload, settle
+from gradsync.tools.bench.workload import PROCESSOR, RealWorkload
 
-CLIPPED, PROCESSOR = ", clipped", "processor"
+CLIPPED = ", clipped"
 MAX_NORM = 1.0
 # Of tuned DDP, beside the view of buckets as gradients and batched copies.
 BUCKET_MB = 4.0
@@ -65,7 +64,8 @@ def measure(variants: Sequence[str], *, tokens: int, block: int, rounds: int) ->
                 wrapped = peer.wrap(workload.model(), partial(torch.optim.AdamW, lr=1e-4, fused=True))
                 steps[name] = steps_of(workload, wrapped, block=block, clip=clip)
                 # Until bucket sizes are chosen.
-                settle(steps[name].step, after=0 if peer.name == TUNED else TUNED_AFTER[-1])
+                for _ in range(peer.windows_to_settle):
+                    steps[name].step()
                 wrapped.flush()
     record = interleave(steps, warmup=1, rounds=rounds)
     if dist.get_rank() == 0:
