@@ -1,0 +1,1 @@
+"""Integrations: gradsync as a plug-in of other people's training frameworks."""
