@@ -1,12 +1,14 @@
 """What Lightning documents of its DDP strategies, tried with its own and with gradsync's: on two ranks, over Gloo.
 
-    python -m tests.lightning_suite                # all; a minute
-    python -m tests.lightning_suite clip uneven    # those whose names contain one of the words, with tracebacks
+    torchrun --nproc-per-node 2 -m tests.lightning_suite OUT              # all; a minute
+    torchrun --nproc-per-node 2 -m tests.lightning_suite OUT clip uneven  # those whose names contain a word, verbosely
+
+Rank R writes what it has found to OUT.R.
 
 A check trains something and returns what came of it: parameters, counts, types. Each runs with the stock strategy, with
-gradsync's, and where it is marked so with gradsync's and a sharded optimizer. The results must be the same bits, or agree
-to 1e-6 where `CLOSE` says so; `DIFFERENT` names what is meant to differ. `docs/lightning-tests.md` tells all of it, and a
-test compares the page with these lists.
+gradsync's, and if `SHARDED` names it, with gradsync's and a sharded optimizer. The results must be the same bits, or
+agree to 1e-6 where `CLOSE` says so. `DIFFERENT` names what is meant to differ. `docs/lightning-tests.md` lists all of
+them, and a test compares the page with these lists.
 """
 
 import json
@@ -32,8 +34,8 @@ BATCHES = 5  # of a rank: with windows of two, the last is short
 # -- what is expected -------------------------------------------------------------------------------------------------
 
 DIFFERENT = {
-    "trainer_unused_parameters": "stock raises unless it is told find_unused_parameters=True; gradsync needs no setting",
-    "fabric_unused_parameters": "stock raises unless it is told find_unused_parameters=True; gradsync needs no setting",
+    "trainer_unused_parameters": "stock raises without `find_unused_parameters=True`; gradsync needs no setting",
+    "fabric_unused_parameters": "stock raises without `find_unused_parameters=True`; gradsync needs no setting",
     "trainer_unfrozen_parameters": "stock never averages gradients of parameters that were frozen when the model was "
     "wrapped, so replicas drift apart; gradsync averages them",
     "trainer_communication_hook": "stock ignores communication hooks on CPUs; gradsync uses them",
@@ -178,18 +180,20 @@ def trainer_trains(way: Way) -> Any:
     return [fit(way, accumulate_grad_batches=count) for count in (1, 2, 4)]
 
 
+def counting_hook(counts: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket, and count it."""
+    counts[-1] += 1
+    work = dist.all_reduce(bucket.buffer().div_(RANKS), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
 def trainer_synchronizes_once_per_window(way: Way) -> Any:
     """How many buckets are sent in each of the batches; the model is one bucket."""
     counts: list[int] = []
 
     class Counted(regression()):  # type: ignore[misc]
         def on_train_start(self) -> None:
-            def hook(state: Any, bucket: Any) -> Any:
-                counts[-1] += 1
-                work = dist.all_reduce(bucket.buffer().div_(RANKS), async_op=True)
-                return work.get_future().then(lambda done: done.value()[0])
-
-            self.trainer.strategy.model.register_comm_hook(None, hook)
+            self.trainer.strategy.model.register_comm_hook(counts, counting_hook)
 
         def on_train_batch_start(self, batch: Any, number: int) -> None:
             counts.append(0)
@@ -385,17 +389,11 @@ def trainer_collectives(way: Way) -> Any:
 def trainer_communication_hook(way: Way) -> Any:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper
 
-    called: list[int] = []
-
-    def hook(state: list[int], bucket: Any) -> Any:
-        state.append(bucket.index())
-        work = dist.all_reduce(bucket.buffer().div_(RANKS), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    options = {"ddp_comm_state": called, "ddp_comm_hook": hook, "ddp_comm_wrapper": bf16_compress_wrapper}
+    counts = [0]
+    options = {"ddp_comm_state": counts, "ddp_comm_hook": counting_hook, "ddp_comm_wrapper": bf16_compress_wrapper}
     result = fit(way, options=options, max_epochs=1)
     assert result["replicas agree"]
-    assert len(called) == BATCHES, called
+    assert counts == [BATCHES]
     return result
 
 
@@ -454,16 +452,10 @@ def fabric_trains(way: Way) -> Any:
 def fabric_synchronizes_once_per_window(way: Way) -> Any:
     made, plain = fabric(way), network()
     model, optimizer = made.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.02))
-    calls: list[int] = []
-
-    def hook(state: Any, bucket: Any) -> Any:
-        calls.append(bucket.index())
-        work = dist.all_reduce(bucket.buffer().div_(RANKS), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    model._forward_module.register_comm_hook(None, hook)
-    loop(made, model, optimizer, 2)
-    assert len(calls) == 2 * 3, calls
+    counts = [0]
+    model._forward_module.register_comm_hook(counts, counting_hook)
+    loop(made, model, optimizer, 2, epochs=1)
+    assert counts == [3]
     return values(plain)
 
 
@@ -651,8 +643,7 @@ def _told(result: Any) -> str:
 
 def main(words: list[str], out: str | None = None) -> None:
     warnings.simplefilter("ignore")
-    for name in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
     chosen = [name for name in CHECKS if not words or any(word in name for word in words)]
     found: dict[str, list[Any]] = {}

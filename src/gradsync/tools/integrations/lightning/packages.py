@@ -1,8 +1,8 @@
 """The packages that Lightning comes in, and a strategy class for each of them.
 
-``lightning`` holds the Trainer and Fabric; ``pytorch_lightning`` and ``lightning_fabric`` hold copies of one each. Every
-copy has its own base class and registry. Users import one of the packages, before or after gradsync. So the strategy
-class for a package is made when that package is imported, and none is imported for nothing.
+``lightning`` holds the Trainer and Fabric; ``pytorch_lightning`` and ``lightning_fabric`` hold a copy of one each. All
+copies have their own base class and registry. Users import one of the packages, before or after gradsync. So the
+strategy class for a package is made when that package is imported, and none is imported for nothing.
 """
 
 import functools

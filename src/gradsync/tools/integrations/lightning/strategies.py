@@ -113,9 +113,13 @@ class GradsyncStrategy(_Strategy):
         """Give the module back, unwrapped. A sharded optimizer keeps its state, which may be saved after training."""
         model = self.model
         if isinstance(model, DistributedDataParallel):
+            is_shared = model.synchronizer.bucket_client is not None
             # After an error parameters may never arrive, and the error is what the user has to see.
             with suppress(GradsyncError):
                 model.synchronizer.detach()
+                if is_shared:
+                    # The step has used their memory for new parameters.
+                    model.zero_grad()
             self.model = self.lightning_module
         super().teardown()
 
