@@ -15,7 +15,7 @@ import gradsync
 from gradsync.accelerator import DistributedDataParallelKwargs, GradScalerKwargs
 from gradsync.communicator import Communicator, choose_communicator
 from gradsync.core.engine import SyncPolicy
-from gradsync.core.reduction.codings import Blocks, Noise, Rounded, Signs
+from gradsync.core.reduction.codings import Blocks, FourLevels, Noise, Rounded, Signs
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.reduction import Cast, ErrorFeedback, LowRank, Quantize, Reduction, Sign, TopK
 from gradsync.testing import run_ranks
@@ -33,13 +33,16 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "4 bits": lambda: Quantize(4),
     "small blocks": lambda: Quantize(8, block=32),
     "at random": lambda: Quantize(4, stochastic=True),
+    "2 bits": lambda: Quantize(2),
     "sign": lambda: Sign(),
     "low rank": lambda: LowRank(2),
     "top k": lambda: TopK(0.1),
+    "top k in 2 bits": lambda: TopK(0.1, Quantize(2)),
+    "top k in 4 bits": lambda: TopK(0.1, Quantize(4, stochastic=True)),
     "all of them": lambda: TopK(1.0),
 }
 # `make test` tries one of each sort, and is content with that where every example is a training.
-ONE_OF_EACH = ("float16", "4 bits", "sign", "low rank", "top k")
+ONE_OF_EACH = ("float16", "4 bits", "2 bits", "sign", "low rank", "top k", "top k in 2 bits")
 every_kind = pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in ONE_OF_EACH else pytest.mark.breadth) for kind in MAKERS]
 )
@@ -98,8 +101,8 @@ def through(coding: Any, values: torch.Tensor) -> torch.Tensor:
 
 every_coding = pytest.mark.parametrize(
     "coding",
-    [Rounded(torch.float16), Blocks(8, 64), Blocks(4, 64), Signs(64)],
-    ids=["float16", "8 bits", "4 bits", "sign"],
+    [Rounded(torch.float16), Blocks(8, 64), Blocks(4, 64), FourLevels(64), Signs(64)],
+    ids=["float16", "8 bits", "4 bits", "2 bits", "sign"],
 )
 
 # -- codings ----------------------------------------------------------------------------------------------------------
@@ -162,6 +165,30 @@ def test_rounding_at_random_is_right_on_average() -> None:
     # Between two levels a number is off by half of their distance, as a standard deviation, at most.
     assert (total / count - values[0, :64]).abs().max() <= 5 * 0.5 / 7 / count**0.5
     assert (through(Blocks(4, 64), values) - values).abs().max() > 5 * 0.5 / 7 / count**0.5
+
+
+@pytest.mark.parametrize("coding", [FourLevels(64), Signs(64)], ids=["2 bits", "sign"])
+@pytest.mark.parametrize("outlier", [1.0, 1e4])
+def test_what_is_lost_in_few_bits_is_less_than_what_is_sent(coding: Any, outlier: float) -> None:
+    """Otherwise what error feedback holds back would grow."""
+    values = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    values[:, 5] *= outlier
+    decoded = through(coding, values)
+    lost = (values - decoded).unflatten(1, (-1, 64)).square().sum(-1)
+    assert (lost < values.unflatten(1, (-1, 64)).square().sum(-1)).all()
+    assert (decoded.sign() == values.sign()).all()
+
+
+@every_coding
+def test_numbers_of_float64_decode_to_those_of_float32(coding: Any) -> None:
+    values = torch.randn(2, 2 * max(coding.multiple, 64), generator=torch.Generator().manual_seed(0))
+    wide = through(coding, values.double())
+    assert torch.equal(wide, through(coding, values).double())
+    coded = torch.empty(2, coding.nbytes(values.shape[1]), dtype=torch.uint8)
+    coding.encode(values, coded)
+    left = values.double()
+    coding.decode(coded, left, add=-1.0)
+    assert torch.equal(left, values.double() - wide), "differences are taken in float64"
 
 
 # -- the mean ---------------------------------------------------------------------------------------------------------
@@ -315,7 +342,7 @@ def test_what_was_applied_and_what_is_held_back_is_all_there_was(kind: str, even
     windows, ranks = 6, 3
     results = run_ranks(with_feedback, ranks, kind, windows, [event])
     check_law(results, total_of(windows, ranks, [event]))
-    if kind in ("top k", "sign", "low rank", "4 bits"):
+    if kind in ("top k", "top k in 2 bits", "sign", "low rank", "4 bits", "2 bits"):
         assert any(value.abs().max() > 0.01 for value in results[0]["held"].values()), "something was held back"
 
 
@@ -565,9 +592,11 @@ def weigh_mean(world_size: int) -> float:
             ("float16", functools.partial(Cast, torch.float16), 0.51),
             ("8 bits", functools.partial(Quantize, 8), 0.27),
             ("4 bits", functools.partial(Quantize, 4), 0.145),
+            ("2 bits", functools.partial(Quantize, 2), 0.08),
             ("sign", Sign, 0.045),
             ("low rank", lambda: ErrorFeedback(LowRank(4)), 0.05),
             ("top k", functools.partial(TopK, 0.01), 0.03),
+            ("top k in 2 bits", functools.partial(TopK, 0.01, Quantize(2)), 0.01),
         )
     ],
 )
@@ -618,7 +647,12 @@ def test_ranks_of_a_host_send_once() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Quantize(3), "8 and 4 bits, got 3"),
+        (lambda: Quantize(3), "8, 4, 2 bits, got 3"),
+        (lambda: Quantize(2, stochastic=True), "Use 4 or 8 bits"),
+        (lambda: TopK(0.1, TopK(0.1)), "Quantize(2), got TopK(0.1)"),  # type: ignore[arg-type]
+        (lambda: ErrorFeedback(Sign(), decay=0.0), "above 0 and at most 1"),
+        (lambda: gradsync.reduction.reduction_by_name("top-k:0.1:int3"), "int4, int2, sign, got 'int3' in"),
+        (lambda: gradsync.reduction.reduction_by_name("top-k:2:int2"), "at most 1, got 2.0"),
         (lambda: Quantize(8, block=100), "multiple of 32 numbers, got 100"),
         (lambda: Sign(block=0), "multiple of 32"),
         (lambda: TopK(0.0), "above 0"),

@@ -140,7 +140,10 @@ def test_a_module_that_has_nothing_to_average_is_refused(
         ({"bucket_cap_mb": [1, "big"]}, r"positive number of MiB, got 'big'"),
         ({"schedule": "eager"}, r"schedule must be one of overlapped, bucketed, naive, got 'eager'"),
         ({"reduction": 8}, r"reduction must be a Reduction.*Mean\(\), got 8"),
-        ({"reduction": "int3"}, r"a reduction is one of mean, bf16, .*low-rank:RANK, top-k:FRACTION, got 'int3'"),
+        (
+            {"reduction": "int3"},
+            r"a reduction is one of mean, bf16, .*low-rank:RANK, top-k:FRACTION\[:FORMAT\], got 'int3'",
+        ),
         ({"reduction": "low-rank"}, r"low-rank:RANK needs a number, got 'low-rank'"),
         ({"reduction": "top-k:0"}, r"above 0 and at most 1, got 0\.0"),
     ],

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from gradsync.core.reduction.comm_hook import CommHook, GradBucket
 from gradsync.core.reduction.error_feedback import ErrorFeedback
 from gradsync.core.reduction.low_rank import LowRank
 from gradsync.core.reduction.mean import Mean, ScatteredMean
-from gradsync.core.reduction.quantize import Cast, Quantize, Sign
+from gradsync.core.reduction.quantize import Cast, CodedReduction, Quantize, Sign
 from gradsync.core.reduction.top_k import TopK
 
 __all__ = [
@@ -36,36 +35,58 @@ __all__ = [
 # The candidates of ``auto``.
 MILDEST_FIRST = ("bf16", "int8", "int4", "low-rank:4")
 
-# By their names alone. Those that lose so much that training would fail without error feedback come with it.
-_PLAIN: dict[str, Callable[[], Reduction]] = {
-    "mean": Mean,
+# The formats in which numbers are sent, by name.
+_FORMATS: dict[str, Callable[[], CodedReduction]] = {
     "bf16": lambda: Cast(torch.bfloat16),
     "fp16": lambda: Cast(torch.float16),
     "int8": lambda: Quantize(8),
-    "int4": lambda: ErrorFeedback(Quantize(4)),
-    "sign": lambda: ErrorFeedback(Sign()),
-    "auto": lambda: Auto({name: partial(reduction_by_name, name) for name in MILDEST_FIRST}),
+    "int4": lambda: Quantize(4),
+    "int2": lambda: Quantize(2),
+    "sign": Sign,
 }
-# The name of the number, the function that parses it, and the one that makes the reduction.
-_WITH_A_NUMBER: dict[str, tuple[str, type, Callable[[Any], Reduction]]] = {
-    "low-rank": ("RANK", int, lambda rank: ErrorFeedback(LowRank(rank))),
-    "top-k": ("FRACTION", float, lambda fraction: ErrorFeedback(TopK(fraction))),
+# They lose so much that training would fail without error feedback, so they come with it.
+_WITH_FEEDBACK = ("int4", "int2", "sign")
+
+
+def _auto() -> Auto:
+    return Auto({name: partial(reduction_by_name, name) for name in MILDEST_FIRST})
+
+
+def _low_rank(rank: str) -> Reduction:
+    return ErrorFeedback(LowRank(int(rank)))
+
+
+def _top_k(arguments: str) -> Reduction:
+    fraction, _, values = arguments.partition(":")
+    return ErrorFeedback(TopK(float(fraction), *([_FORMATS[values]()] if values else [])))
+
+
+# With what follows their names, and the functions that read it.
+_WITH_ARGUMENTS: dict[str, tuple[str, Callable[[str], Reduction]]] = {
+    "low-rank": ("RANK", _low_rank),
+    "top-k": ("FRACTION[:FORMAT]", _top_k),
 }
-NAMES = (*_PLAIN, *(f"{name}:{number}" for name, (number, _, _) in _WITH_A_NUMBER.items()))
+NAMES = ("mean", *_FORMATS, "auto", *(f"{name}:{arguments}" for name, (arguments, _) in _WITH_ARGUMENTS.items()))
 
 
 def reduction_by_name(name: str) -> Reduction:
-    """Create a reduction. The numbers of ``low-rank:4`` and ``top-k:0.01`` are the rank and the fraction."""
-    if not isinstance(name, str):
-        raise ConfigurationError(f"a reduction is one of {', '.join(NAMES)}, got {name!r}")
-    kind, colon, number = name.partition(":")
-    if kind in _PLAIN and not colon:
-        return _PLAIN[kind]()
-    if kind in _WITH_A_NUMBER:
-        expected, read, make = _WITH_A_NUMBER[kind]
+    """Create a reduction. The numbers of ``low-rank:4`` and ``top-k:0.01`` are the rank and the fraction;
+    ``top-k:0.01:int2`` sends the values it selects in 2 bits each."""
+    kind, colon, arguments = name.partition(":") if isinstance(name, str) else ("", "", "")
+    if kind in _WITH_ARGUMENTS:
+        expected, make = _WITH_ARGUMENTS[kind]
         try:
-            value = read(number)
+            return make(arguments)
+        except ConfigurationError:
+            raise
+        except KeyError as unknown:
+            formats = ", ".join(_FORMATS)
+            raise ConfigurationError(f"{kind} sends values as {formats}, got {unknown} in {name!r}") from None
         except ValueError:
             raise ConfigurationError(f"a reduction {kind}:{expected} needs a number, got {name!r}") from None
-        return make(value)
+    if not colon and kind in _FORMATS:
+        coded = _FORMATS[kind]()
+        return ErrorFeedback(coded) if kind in _WITH_FEEDBACK else coded
+    if not colon and kind in ("mean", "auto"):
+        return Mean() if kind == "mean" else _auto()
     raise ConfigurationError(f"a reduction is one of {', '.join(NAMES)}, got {name!r}")

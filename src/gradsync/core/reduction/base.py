@@ -1,9 +1,10 @@
 """The ``Reduction`` interface, which :class:`~gradsync.core.reduction.mean.Mean` documents by example.
 
 :class:`Compressing` is the base class of lossy ones: they send fewer bytes, and account exactly for what is
-lost. The sum over the ranks of the inputs is, to the last bit, the result plus the sum over the ranks of what was
-``lost``. Because of this rule, :class:`~gradsync.core.reduction.error_feedback.ErrorFeedback` can add the lost part to
-the next window; the tests check it for each reduction.
+lost. The sum over the ranks of the inputs is the result plus the sum over the ranks of what was ``lost``, but for the
+rounding of these sums in float32, or in float64 for float64 gradients. Because of this rule,
+:class:`~gradsync.core.reduction.error_feedback.ErrorFeedback` can add the lost part to the next window; the tests check
+it for each reduction.
 """
 
 from abc import abstractmethod
@@ -159,9 +160,9 @@ def sends_nothing(bucket: Bucket, communicator: Communicator) -> bool:
 
 
 def wide_values(bucket: Bucket) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """The bucket's payload in float32 for computing, and a function that copies it back if it is a copy."""
+    """The bucket's payload, in float32 at least for computing, and a function that copies it back if it is a copy."""
     payload = bucket.payload.data
-    if payload.dtype == torch.float32:
+    if payload.dtype in (torch.float32, torch.float64):
         return payload, None
     values = payload.float()
 

@@ -1,4 +1,6 @@
-"""Codings: compact formats for sending numbers. A coding turns rows of float32 into rows of bytes, and back.
+"""Codings: compact formats for sending numbers. A coding turns rows of numbers into rows of bytes, and back.
+
+It computes in float32. Rows of float64 are converted piece by piece, and decoded numbers are added to them in float64.
 
 All but bfloat16 work on *blocks*: a fixed number of neighbours share one scale, which is stored before them as a
 float32. A block that holds NaN or Inf has a scale that is not finite, so that all of it decodes to numbers that are not
@@ -13,7 +15,7 @@ import torch
 
 from gradsync.core.reduction import fused
 
-__all__ = ["Blocks", "Coding", "Noise", "Rounded", "Signs"]
+__all__ = ["Blocks", "Coding", "FourLevels", "Noise", "Rounded", "Signs"]
 
 SCALE_BYTES = torch.float32.itemsize
 # How many float16 numbers share a scale, which only has to keep the largest in range.
@@ -33,7 +35,7 @@ class Coding(Protocol):
         """The length in bytes of a row of ``numel`` numbers."""
 
     def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
-        """Encode the rows of ``values``, float32, into those of ``coded``, uint8."""
+        """Encode the rows of ``values``, float32 or float64, into those of ``coded``, uint8."""
 
     def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
         """Decode the rows of ``coded`` into ``values``; or add the result, times ``add``, to what is there."""
@@ -56,8 +58,8 @@ class Rounded:
         if not self.scales:
             coded.view(self.dtype).copy_(values)
             return
-        for piece in _pieces(values, coded, self.multiple):
-            self._encode(*piece)
+        for piece, scales, numbers in _pieces(values, coded, self.multiple):
+            self._encode(piece.float(), scales, numbers)
 
     def _encode(self, values: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor) -> None:
         blocks = values.unflatten(-1, (-1, self.multiple))
@@ -79,7 +81,7 @@ class Rounded:
                 blocks.copy_(rounded).mul_(scales.unsqueeze(-1))
             else:
                 # Scales are powers of two, so that products are exact and only the sum is rounded.
-                blocks.addcmul_(rounded.float(), scales.unsqueeze(-1), value=add)
+                blocks.addcmul_(rounded.to(values.dtype), scales.unsqueeze(-1).to(values.dtype), value=add)
 
 
 class Blocks:
@@ -97,8 +99,8 @@ class Blocks:
         return numel // self.multiple * SCALE_BYTES + numel * self.bits // 8
 
     def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
-        for piece in _pieces(values, coded, self.multiple):
-            self._encode(*piece)
+        for piece, scales, packed in _pieces(values, coded, self.multiple):
+            self._encode(piece.float(), scales, packed)
 
     def _encode(self, values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor) -> None:
         if self._noise is None and fused.available(values, self.multiple):
@@ -169,7 +171,7 @@ class Signs:
 
     def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
         scales, packed = _split(coded, values.shape[-1] // self.multiple)
-        torch.linalg.vector_norm(values.unflatten(-1, (-1, self.multiple)), 1, dim=-1, out=scales)
+        torch.linalg.vector_norm(values.float().unflatten(-1, (-1, self.multiple)), 1, dim=-1, out=scales)
         scales.div_(self.multiple)
         # A row in eight parts, one per bit: neighbours in a part are neighbours in memory.
         packed.zero_()
@@ -186,28 +188,70 @@ class Signs:
         values.unflatten(-1, (-1, self.multiple)).mul_(scales.unsqueeze(-1))
 
 
+class FourLevels:
+    """A coding of two bits per number: whether it is negative, and whether its magnitude is above its block's mean.
+
+    Each of the two classes of a block decodes to its mean magnitude, so what is lost is always less than what is sent.
+    No level is zero: the numbers that are sent this way are the largest, or have error feedback.
+    """
+
+    def __init__(self, block: int) -> None:
+        self.multiple = block
+
+    def nbytes(self, numel: int) -> int:
+        return numel // self.multiple * 2 * SCALE_BYTES + numel // 4
+
+    def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        for piece, scales, packed in _pieces(values, coded, self.multiple, per_block=2):
+            self._encode(piece.float(), scales, packed)
+
+    def _encode(self, values: torch.Tensor, scales: torch.Tensor, packed: torch.Tensor) -> None:
+        sizes = values.abs().unflatten(-1, (-1, self.multiple))
+        is_large = sizes > sizes.mean(-1, keepdim=True)
+        means = scales.unflatten(-1, (-1, 2))
+        for place, is_member in enumerate((~is_large, is_large)):
+            # Not a product with the mask, which would make NaN of an infinite number in the other class.
+            total = torch.where(is_member, sizes, 0.0).sum(-1)
+            means[..., place] = total / is_member.sum(-1).clamp_(min=1)
+        codes = is_large.flatten(-2).to(torch.uint8).mul_(2).add_(torch.signbit(values))
+        # A piece in four parts, one per pair of bits: neighbours in a part are neighbours in memory.
+        packed.zero_()
+        for number, part in enumerate(codes.chunk(4, dim=-1)):
+            packed.add_(part, alpha=4**number)
+
+    def decode(self, coded: torch.Tensor, values: torch.Tensor, *, add: float | None = None) -> None:
+        _decode_pieces(self._decode, _pieces(values, coded, self.multiple, per_block=2), add)
+
+    def _decode(self, scales: torch.Tensor, packed: torch.Tensor, values: torch.Tensor) -> None:
+        codes = torch.cat([packed >> 2 * number & 3 for number in range(4)], dim=-1)
+        blocks = codes.unflatten(-1, (-1, self.multiple))
+        small, large = (each.unsqueeze(-1) for each in scales.unflatten(-1, (-1, 2)).unbind(-1))
+        sizes = torch.where(blocks >= 2, large, small).flatten(-2)
+        torch.where((codes & 1).bool(), -sizes, sizes, out=values)
+
+
 def _pieces(
-    values: torch.Tensor, coded: torch.Tensor, multiple: int
+    values: torch.Tensor, coded: torch.Tensor, multiple: int, *, per_block: int = 1
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Iterate over values, their scales and the packed bytes, piece by piece.
+    """Iterate over values, their scales (``per_block`` for each block of ``multiple``) and the packed bytes, in pieces.
 
     On a CPU pieces are small enough to stay in its cache with all that is computed from them. Memory for more would be
     new every time, which costs more than the computation itself.
     """
     if not values.numel():
         return
-    scales, packed = _split(coded, values.shape[-1] // multiple)
+    blocks, most = values.shape[-1] // multiple, max(1, CACHED // multiple)
+    scales, packed = _split(coded, blocks * per_block)
     if not values.is_cpu:
         yield values, scales, packed
         return
-    blocks, most = scales.shape[-1], max(1, CACHED // multiple)
     width = packed.shape[-1] // blocks
     for row in range(values.shape[0]) if values.dim() > 1 else [...]:
         for first in range(0, blocks, most):
             end = min(blocks, first + most)
             yield (
                 values[row][first * multiple : end * multiple],
-                scales[row][first:end],
+                scales[row][first * per_block : end * per_block],
                 packed[row][first * width : end * width],
             )
 
@@ -218,12 +262,12 @@ def _decode_pieces(
     add: float | None,
 ) -> None:
     for values, scales, packed in pieces:
-        if add is None:
+        if add is None and values.dtype == torch.float32:
             decode(scales, packed, values)
-        else:
-            part = torch.empty_like(values)
-            decode(scales, packed, part)
-            values.add_(part, alpha=add)
+            continue
+        part = torch.empty_like(values, dtype=torch.float32)
+        decode(scales, packed, part)
+        values.copy_(part) if add is None else values.add_(part, alpha=add)
 
 
 def _largest(blocks: torch.Tensor) -> torch.Tensor:

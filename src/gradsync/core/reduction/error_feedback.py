@@ -30,9 +30,9 @@ class _Sent:
     finite: torch.Tensor | None = None
 
     def held_back(
-        self, before: Mapping[str, torch.Tensor], correction: float | torch.Tensor
+        self, before: Mapping[str, torch.Tensor], correction: float | torch.Tensor, decay: float
     ) -> dict[str, torch.Tensor]:
-        """The residuals to add next time, by parameter name.
+        """The residuals to add next time, by parameter name; those of ``before`` were added times ``decay``.
 
         The mean was multiplied by ``correction``, and so was its part of the residuals, which should not have been.
         """
@@ -48,7 +48,7 @@ class _Sent:
             if spec.name in before and (slot in self.empty or not is_right):
                 kept = before[spec.name].to(part.device)
                 # What was held back before has not been sent, or not all of it.
-                part.add_(kept if slot in self.empty else kept * (1.0 - correction))
+                part.add_(kept if slot in self.empty else kept * (1.0 - correction) * decay)
         return held
 
 
@@ -59,17 +59,25 @@ class ErrorFeedback(Reduction):
     Residuals belong to parameters, so they survive a rebuild of the buckets, and to this rank: a checkpoint holds one
     per rank. On a different number of ranks they start from scratch. A window that fails, or whose mean is not finite
     so that no rank steps on it, leaves them unchanged.
+
+    With a ``decay`` below 1, residuals are multiplied by it whenever they are added: what could not be sent for long is
+    gradually forgotten, since parameters have moved on. Then what has been forgotten is part of that sum, too.
     """
 
     carries_tail = False
 
-    def __init__(self, inner: Compressing) -> None:
+    def __init__(self, inner: Compressing, *, decay: float = 1.0) -> None:
         if not isinstance(inner, Compressing):
             raise ConfigurationError(
                 "ErrorFeedback makes up for what a compression loses, as Quantize, Sign, LowRank or TopK do; got "
                 f"{inner!r}"
             )
-        self.inner = inner
+        if not 0.0 < decay <= 1.0:
+            raise ConfigurationError(
+                "decay is what residuals are multiplied by in each window, above 0 and at most 1, which forgets "
+                f"nothing; got {decay!r}"
+            )
+        self.inner, self.decay = inner, float(decay)
         self._residuals: dict[str, torch.Tensor] = {}
         self._sent: list[_Sent] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -77,7 +85,7 @@ class ErrorFeedback(Reduction):
         self._memory = _Memory()
 
     def __repr__(self) -> str:
-        return f"ErrorFeedback({self.inner!r})"
+        return f"ErrorFeedback({self.inner!r}" + (")" if self.decay == 1.0 else f", decay={self.decay!r})")
 
     @property
     def keeps_layout(self) -> bool:
@@ -117,16 +125,16 @@ class ErrorFeedback(Reduction):
     def _add_residuals(self, bucket: Bucket, values: torch.Tensor, empty: frozenset[int]) -> None:
         whole = self._memory.held(bucket)
         if whole is not None and whole.shape == values.shape and not empty:
-            values.add_(whole)
+            values.add_(whole, alpha=self.decay)
             return
         named = zip(bucket.specs, bucket.views_of(values), strict=True)
         held = [
-            (view, self._residuals[spec.name].to(view.device))
+            (view, self._residuals[spec.name].to(view))
             for slot, (spec, view) in enumerate(named)
             if slot not in empty and spec.name in self._residuals
         ]
         if held:
-            torch._foreach_add_([view for view, _ in held], [residual for _, residual in held])
+            torch._foreach_add_([view for view, _ in held], [residual for _, residual in held], alpha=self.decay)
 
     @torch.no_grad()
     def window_ended(self, *, succeeded: bool, correction: float | torch.Tensor = 1.0) -> None:
@@ -134,7 +142,7 @@ class ErrorFeedback(Reduction):
         keeps = succeeded and all(each.finite is not None and bool(each.finite) for each in sent)
         for each in sent:
             if keeps:
-                self._residuals |= each.held_back(self._residuals, correction)
+                self._residuals |= each.held_back(self._residuals, correction, self.decay)
             self._memory.give(each.bucket, each.lost, kept=keeps)
         self.inner.window_ended(succeeded=succeeded, correction=correction)
 

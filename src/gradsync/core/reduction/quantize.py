@@ -32,7 +32,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Communicator, Handle, HandleWithFinish, HierarchicalCommunicator
 from gradsync.core.bucket import Bucket
 from gradsync.core.reduction.base import Compressing, sends_nothing
-from gradsync.core.reduction.codings import Blocks, Coding, Noise, Rounded, Signs
+from gradsync.core.reduction.codings import Blocks, Coding, FourLevels, Noise, Rounded, Signs
 
 __all__ = ["Cast", "CodedReduction", "Quantize", "Sign", "gaps_of", "sum_coded"]
 
@@ -49,10 +49,10 @@ class CodedReduction(Compressing):
     def send(
         self, values: torch.Tensor, bucket: Bucket, communicator: Communicator, lost: torch.Tensor | None = None
     ) -> Handle:
-        coding = self._coding_of(bucket, communicator)
+        coding = self.coding_of(bucket, communicator)
         return sum_coded(coding, values, communicator, lost, gaps=gaps_of(bucket))
 
-    def _coding_of(self, bucket: Bucket, communicator: Communicator) -> Coding:
+    def coding_of(self, bucket: Bucket, communicator: Communicator) -> Coding:
         """The coding to use for this bucket."""
         return self.coding
 
@@ -248,29 +248,36 @@ class Cast(CodedReduction):
 
 
 BLOCK = 256
-BITS = (8, 4)
+BITS = (8, 4, 2)
 
 
 class Quantize(CodedReduction):
-    """Integers of ``bits`` bits; ``block`` neighbours share a scale, and their largest is exact.
+    """Integers of 8 or 4 bits; ``block`` neighbours share a scale, and their largest is exact. With 2 bits, their signs
+    and two magnitudes that suit the block.
 
     ``stochastic`` rounds up or down at random, so that the mean over many windows is right. By default the error of a
-    single window is smaller, and :class:`~gradsync.core.reduction.error_feedback.ErrorFeedback` makes up for it.
+    single window is smaller, and :class:`~gradsync.core.reduction.error_feedback.ErrorFeedback` makes up for it; 2 bits
+    need it.
     """
 
     def __init__(self, bits: int = 8, *, block: int = BLOCK, stochastic: bool = False, seed: int = 0) -> None:
         if bits not in BITS:
-            raise ConfigurationError(f"Quantize offers {' and '.join(map(str, BITS))} bits, got {bits!r}")
+            raise ConfigurationError(f"Quantize offers {', '.join(map(str, BITS))} bits, got {bits!r}")
+        if bits == 2 and stochastic:
+            raise ConfigurationError(
+                "Quantize(2) has no equal steps to round between at random. Use 4 or 8 bits with stochastic=True, or "
+                "ErrorFeedback(Quantize(2))"
+            )
         _check_block(block, "Quantize")
         self.bits, self.block, self.stochastic, self.seed = bits, block, stochastic, seed
         self._windows = 0
-        super().__init__(Blocks(bits, block))
+        super().__init__(FourLevels(block) if bits == 2 else Blocks(bits, block))
 
     def __repr__(self) -> str:
         block = "" if self.block == BLOCK else f", block={self.block}"
         return f"Quantize({self.bits}{block}" + (f", stochastic=True, seed={self.seed})" if self.stochastic else ")")
 
-    def _coding_of(self, bucket: Bucket, communicator: Communicator) -> Coding:
+    def coding_of(self, bucket: Bucket, communicator: Communicator) -> Coding:
         if not self.stochastic:
             return self.coding
         # If all ranks erred alike, errors would not average out; and buckets come in no reproducible order.

@@ -80,7 +80,8 @@ class TrainSettings:
     min_ranks: int = RANKS(1, "With --elastic: minimum number of ranks; with fewer, training waits.", COUNT)
     bucket_mb: float | None = RANKS(None, "Bucket size in MiB; measured without it.", POSITIVE)
     reduction: str = RANKS(
-        "mean", "How gradients are sent: mean, bf16, fp16, int8, int4, sign, low-rank:4, top-k:0.01, auto, local:16."
+        "mean",
+        "How gradients are sent: mean, bf16, fp16, int8, int4, int2, sign, low-rank:4, top-k:0.01, auto, local:16.",
     )
     shard_optimizer: bool = RANKS(
         False, "Divide the update among ranks, and gather parameters during the next forward."
