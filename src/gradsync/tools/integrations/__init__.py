@@ -1,1 +1,3 @@
-"""Integrations: gradsync as a plug-in of other people's training frameworks."""
+"""Integrations: gradsync inside other training frameworks."""
+
+__all__: list[str] = []
