@@ -129,6 +129,32 @@ assert not torch.equal(accelerator.unwrap_model(model).weight, before)
 accelerator.end_training()
 """,
     ),
+    ("lightning.md", "from lightning.fabric"): Around(
+        """
+import logging, warnings
+warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
+from torch.utils.data import DataLoader, TensorDataset
+model = nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+loss_function = nn.functional.mse_loss
+loader = DataLoader(TensorDataset(torch.randn(64, 8), torch.randn(64, 1)), batch_size=4)
+before = model.weight.detach().clone()
+""",
+        """
+assert isinstance(model._forward_module, DistributedDataParallel)
+assert not torch.equal(model.module.weight, before)
+""",
+    ),
+    ("lightning.md", "import GradsyncStrategy"): Around(
+        """
+import logging, warnings
+warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
+from lightning import Trainer
+""",
+        "assert trainer.strategy.world_size == 2",
+    ),
     ("compression.md", "ErrorFeedback(LowRank(4))"): Around(PLAIN),
     ("debug-a-hang.md", "signal.SIGUSR2"): Around(after="signal.raise_signal(signal.SIGUSR2)"),
     ("debug-a-hang.md", "timeout=timedelta"): Around("", "assert dist.get_world_size() == 2"),

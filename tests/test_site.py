@@ -45,6 +45,7 @@ DOCUMENTED = (
     "gradsync.communicator",
     "gradsync.errors",
     "gradsync.lab",
+    "gradsync.lightning",
     "gradsync.reduction",
     "gradsync.testing",
     "gradsync.utils",

@@ -225,6 +225,10 @@ class ShardedOptimizer(BucketOptimizer):
         self._consolidated = dict(sorted(state.items())) if keeps else None
         self._consolidated_at = self._steps
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """:meth:`consolidate`, by the name that ``ZeroRedundancyOptimizer`` has for it. Lightning calls it to save."""
+        self.consolidate(to)
+
     @property
     def has_state(self) -> bool:
         """Whether this rank has the whole state, as it is now: see :meth:`consolidate`."""

@@ -1,0 +1,3 @@
+"""Integrations: gradsync inside other training frameworks."""
+
+__all__: list[str] = []
