@@ -141,13 +141,24 @@ def test_a_bucket_holds_one_dtype_on_one_device(planned: Planned) -> None:
 def test_caps_are_kept_unless_a_parameter_alone_is_larger(planned: Planned) -> None:
     specs, _, caps, _, layout = planned
     for plan in layout.buckets:
-        assert payload_bytes(specs, plan) <= max(caps.caps) or is_one_and_little(specs, plan, max(caps.caps))
+        assert fits(specs, plan, max(caps.caps), from_the_end=caps.from_the_end)
 
 
-def is_one_and_little(specs: Sequence[ParameterSpec], plan: BucketPlan, cap: int) -> bool:
-    """One gradient, and beside it no more than what is not worth a bucket of its own."""
-    sizes = sorted(specs[index].nbytes for index in members(plan))
-    return sum(sizes[:-1]) < cap * NEARLY_EMPTY or not sum(sizes[:-1])
+def fits(specs: Sequence[ParameterSpec], plan: BucketPlan, cap: int, *, from_the_end: bool) -> bool:
+    """Whether a bucket is within its cap, or holds one gradient, beside what is not worth a bucket of its own.
+
+    Counted from the end, what was left over for the first bucket may have joined it, too.
+    """
+    sizes = [specs[index].nbytes for index in members(plan)]
+    little = cap * NEARLY_EMPTY
+    starts = range(len(sizes)) if from_the_end else (0,)
+    for start in starts:
+        if start and sum(sizes[:start]) >= little:
+            return False
+        rest = sorted(sizes[start:])
+        if sum(rest) <= cap or sum(rest[:-1]) < little or not sum(rest[:-1]):
+            return True
+    return False
 
 
 @given(
@@ -164,11 +175,20 @@ def test_caps_count_from_the_first_bucket_or_from_the_last_and_buckets_are_no_sm
     buckets = layout.buckets[::-1] if from_the_end else layout.buckets
     for position, plan in enumerate(buckets):
         cap = caps[min(position, len(caps) - 1)]
-        assert payload_bytes(specs, plan) <= cap or is_one_and_little(specs, plan, cap)
+        assert fits(specs, plan, cap, from_the_end=from_the_end)
         if position + 1 < len(buckets):
             following = members(buckets[position + 1])
             first = following[-1] if from_the_end else following[0]
             assert payload_bytes(specs, plan) + specs[first].nbytes > cap, "the next one would have had room"
+
+
+def test_what_is_left_over_for_the_first_bucket_has_none_of_its_own() -> None:
+    specs = [spec(size) for size in (1, 100, 100, 100)]
+    layout = plan_layout(specs, range(4), BucketCaps(caps=(400,), from_the_end=True), control=1)
+    assert [members(plan) for plan in layout.buckets] == [[0, 1], [2], [3]]
+    # Counted from the start it is what backward ends with, and nothing would hide it.
+    layout = plan_layout(specs, range(3, -1, -1), BucketCaps(caps=(400,)), control=1)
+    assert [members(plan) for plan in layout.buckets] == [[3], [2], [1], [0]]
 
 
 @given(plans())

@@ -237,7 +237,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         everybodys = self._direct(call, output) if output.nbytes > SMALL_BYTES else None
         if everybodys is not None:
             for theirs in everybodys:
-                theirs[offsets[self.rank] : offsets[self.rank + 1]].copy_(tensor)
+                _copy(theirs[offsets[self.rank] : offsets[self.rank + 1]], tensor)
             self._signals.meet(call.describe)
             self._number += 1
             return
@@ -249,9 +249,10 @@ class SharedMemoryCommunicator(BaseCommunicator):
             mine = tensor[start : start + step]
             stages[self.rank][: mine.numel()].copy_(mine)
             self._meet_first(call)
-            for row, stage in zip(rows, stages, strict=True):
+            sources = [*stages[: self.rank], mine, *stages[self.rank + 1 :]]
+            for row, stage in zip(rows, sources, strict=True):
                 piece = row[start : start + step]
-                piece.copy_(stage[: piece.numel()])
+                _copy(piece, stage[: piece.numel()])
             self._number += 1
 
     def _scatter(
@@ -382,3 +383,9 @@ class SharedMemoryCommunicator(BaseCommunicator):
         if blocks is None:
             blocks = segment.known[key] = cut_share(self._everybodys(tensor, headers), self.rank)
         return blocks
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source``, unless it already lies in ``target``."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)

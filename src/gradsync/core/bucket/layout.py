@@ -207,20 +207,41 @@ def _fill(specs: Sequence[ParameterSpec], order: Sequence[int], caps: BucketCaps
     """Cut ``order`` into groups below their caps. A bucket starts when its last gradient is ready, hence the sort."""
     if caps.from_the_end:
         groups = _fill_forward(specs, list(reversed(order)), caps.cap)
-        groups = [list(reversed(group)) for group in groups]
+        groups = [list(reversed(group)) for group in _join_remainders(specs, groups, caps)]
     else:
         groups = _fill_forward(specs, order, caps.cap)
     position = {index: place for place, index in enumerate(order)}
     return sorted(groups, key=lambda group: position[group[-1]])
 
 
+_Kind = tuple[torch.dtype, torch.device]
+
+
+def _kind(spec: ParameterSpec) -> _Kind:
+    """What all gradients of a bucket have in common."""
+    return spec.bucket_dtype, spec.device
+
+
+def _join_remainders(specs: Sequence[ParameterSpec], groups: Sequence[list[int]], caps: BucketCaps) -> list[list[int]]:
+    """Join the last group of each kind to the one before, if it is nearly empty: it has what was left over."""
+    kinds: dict[_Kind, list[int]] = {}
+    for number, group in enumerate(groups):
+        kinds.setdefault(_kind(specs[group[0]]), []).append(number)
+    joined = dict(enumerate(map(list, groups)))
+    for numbers in kinds.values():
+        *_, before, last = (0, *numbers)
+        if len(numbers) > 1 and sum(specs[index].nbytes for index in groups[last]) < NEARLY_EMPTY * caps.cap(before):
+            joined[before].extend(joined.pop(last))
+    return list(joined.values())
+
+
 def _fill_forward(specs: Sequence[ParameterSpec], order: Sequence[int], cap: Callable[[int], int]) -> list[list[int]]:
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    open_groups: dict[_Kind, tuple[list[int], int]] = {}
     groups: list[list[int]] = []
-    room: dict[tuple[torch.dtype, torch.device], int] = {}
+    room: dict[_Kind, int] = {}
     for index in order:
         spec = specs[index]
-        key = (spec.bucket_dtype, spec.device)
+        key = _kind(spec)
         if key in open_groups:
             group, used = open_groups[key]
             if used + spec.nbytes <= room[key] or used < room[key] * NEARLY_EMPTY:

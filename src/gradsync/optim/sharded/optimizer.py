@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from gradsync.base.errors import ConfigurationError, MisuseError
-from gradsync.communicator import Handle, HierarchicalCommunicator, SharedMemoryCommunicator
+from gradsync.communicator import Handle
 from gradsync.communicator.agreement import make_together
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.precise import NARROW, restore_gradients
@@ -104,13 +104,7 @@ class ShardedOptimizer(BucketOptimizer):
                 self._keep_outside(index, state)
         numbers = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         group_of = {index: numbers[id(p)] for index, p in enumerate(self._synchronizer.parameters) if id(p) in numbers}
-        # Ranks that share memory are faster in the communicator's own memory, where parameters do not lie.
-        own = isinstance(self._synchronizer.communicator, SharedMemoryCommunicator | HierarchicalCommunicator)
-        self._segments = (
-            Segments(shares, group_of, self._make_inner_optimizer, states, through_bucket=own)
-            if self._scatters
-            else None
-        )
+        self._segments = Segments(shares, group_of, self._make_inner_optimizer, states) if self._scatters else None
         self._update_outside({id(parameter) for bucket in buckets for parameter in bucket.parameters})
 
     def _all_states(self) -> Iterator[tuple[int, ParameterState]]:

@@ -46,10 +46,7 @@ class ShareSegment:
 
 
 class Segments:
-    """What this rank updates. ``group_of`` has each parameter's group, by its index in the model.
-
-    ``through_bucket``: see :meth:`Share.place`.
-    """
+    """What this rank updates. ``group_of`` has each parameter's group, by its index in the model."""
 
     def __init__(
         self,
@@ -57,11 +54,8 @@ class Segments:
         group_of: Mapping[int, int],
         make_optimizer: OptimizerFactory,
         states: States,
-        *,
-        through_bucket: bool,
     ) -> None:
         self.shares = list(shares)
-        self._through_bucket = through_bucket
         self._group_of = group_of
         self._make_optimizer = make_optimizer
         # Parameters whose current values are in the shares.
@@ -155,7 +149,7 @@ class Segments:
         # Another thread may have begun to read one before this step: the memory that it reads stays until the next.
         self._left = [parameter.detach() for parameter in parameters if id(parameter) in can_move]
         for share in shares:
-            share.place(can_move, through_bucket=self._through_bucket)
+            share.place(can_move)
         self._repoint(shares)
         # Some may have left the buckets, and would keep all the memory that they once shared alive.
         inside = {id(parameter) for share in self.shares for parameter in share.bucket.parameters}

@@ -12,8 +12,7 @@ Detached            a copy of the share        into the bucket          into the
 ==================  =========================  =======================  ==============================================
 
 Attached parameters are views of flat memory with the layout of the bucket. Parameters are detached if they cannot be
-moved there, if their bucket has several dtypes, or if they are on an accelerator. Over shared memory other ranks'
-parameters always come through the bucket, which is such memory. ::
+moved there, if their bucket has several dtypes, or if they are on an accelerator. ::
 
     bucket            │ gradient of a │pad│ gradient of b │ gradient of c │pad│
     flat parameters   │ a             │pad│ b             │ c             │pad│
@@ -80,38 +79,28 @@ class Detached:
 
 
 class Attached:
-    """All parameters of ``bucket`` lie, from now on, in flat memory of ``dtype``.
+    """All parameters of ``bucket`` lie, from now on, in flat memory of ``dtype``, and are gathered there.
 
-    ``is_in_place``: the optimizer updates this rank's share there; otherwise it has a wide copy. New parameters of the
-    other ranks are gathered there too, or in the ``detour``, if one is given.
+    ``is_in_place``: the optimizer updates this rank's share there; otherwise it has a wide copy.
     """
 
-    def __init__(
-        self, bucket: Bucket, own: slice, dtype: torch.dtype, *, is_in_place: bool, detour: torch.Tensor | None
-    ) -> None:
+    def __init__(self, bucket: Bucket, own: slice, dtype: torch.dtype, *, is_in_place: bool) -> None:
         self.is_in_place = is_in_place
-        self._parameters, self._own = bucket.parameters, own
-        self._memory = torch.zeros(bucket.plan.payload, dtype=dtype, device=bucket.plan.device)
-        views = bucket.views_of(self._memory)
+        self._parameters = bucket.parameters
+        self.gathered = torch.zeros(bucket.plan.payload, dtype=dtype, device=bucket.plan.device)
+        self.sent = self.gathered[own]
+        views = bucket.views_of(self.gathered)
         torch._foreach_copy_(views, [parameter.detach() for parameter in self._parameters])
         for parameter, view in zip(self._parameters, views, strict=True):
             parameter.data = view
         self._places = [_place(parameter) for parameter in self._parameters]
-        self.gathered = self._memory if detour is None else detour
-        self.sent = (self._memory if is_in_place else self.gathered)[own]
 
     def holds_all(self) -> bool:
         """Whether no parameter has been given different memory since."""
         return [_place(parameter) for parameter in self._parameters] == self._places
 
     def receive(self) -> None:
-        """Copy the new parameters, if they came by the detour."""
-        if self.gathered is not self._memory:
-            for others in (slice(self._own.start), slice(self._own.stop, None)):
-                self._memory[others].copy_(self.gathered[others])
-            if not self.is_in_place:
-                self._memory[self._own].copy_(self.sent)
-        # Autograd must see that parameters have changed, like those that an optimizer updates in place.
+        """Let autograd see that parameters have changed, like those that an optimizer updates in place."""
         increment_version(self._parameters)
 
 
@@ -139,8 +128,8 @@ class Share:
         # Only a wide copy must be kept between steps; the others get their memory when they need it.
         self._copy = self._zeros() if self._is_wider else None
         payload = bucket.flat[: plan.payload]
-        self._through_bucket = payload if self._dtype is None else payload.view(self._dtype)[: plan.payload]
-        self._detached = Detached(bucket, self._own, self._through_bucket)
+        gathered = payload if self._dtype is None else payload.view(self._dtype)[: plan.payload]
+        self._detached = Detached(bucket, self._own, gathered)
         self._use(self._detached)
         self._pointers: list[tuple[int, tuple[int, ...]]] = []
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -180,16 +169,12 @@ class Share:
         if self._memory is not self._detached:
             self._use(self._detached)
 
-    def place(self, movable: Collection[int], *, through_bucket: bool) -> None:
-        """Attach the parameters, if all of them are ``movable``, by their ids; else make a copy of this share.
-
-        ``through_bucket``: they are gathered into the bucket first.
-        """
+    def place(self, movable: Collection[int]) -> None:
+        """Attach the parameters, if all of them are ``movable``, by their ids; else make a copy of this share."""
         parameters, specs, dtype = self.bucket.parameters, self.bucket.specs, self._dtype
         can_move = all(id(p) in movable and self._fits(p, spec) for p, spec in zip(parameters, specs, strict=True))
         if self._may_attach and dtype is not None and can_move:
-            detour = self._through_bucket if through_bucket else None
-            attached = Attached(self.bucket, self._own, dtype, is_in_place=not self._is_wider, detour=detour)
+            attached = Attached(self.bucket, self._own, dtype, is_in_place=not self._is_wider)
             if not self._is_wider:
                 self._copy = None
             self._use(attached)
@@ -208,7 +193,7 @@ class Share:
 
     def release_bucket(self) -> None:
         """Release the bucket, but keep this rank's part of its parameters. May be repeated before the next bucket."""
-        for name in ("bucket", "_memory", "_detached", "_through_bucket"):
+        for name in ("bucket", "_memory", "_detached"):
             vars(self).pop(name, None)
         self.gradient = self.gathered = self.sent = self.flat[:0]
 
