@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradsync import DistributedDataParallel, average_gradients, synchronize_gradients
 from gradsync.communicator import choose_communicator
+from gradsync.errors import MisuseError
 from tests.core.common import TINY, filled, in_processes, in_threads, in_threads_and_processes
 from tests.ranks import RankPool, Ranks
 
@@ -1117,6 +1118,32 @@ def all_cases(cases: Iterable[type[Case]]) -> list[type[Case]]:
     return [one for case in cases for one in (case, *all_cases(case.__subclasses__()))]
 
 
+class MovedGradients(Case):
+    """``module.to()`` gives gradients other memory, which are then dropped, zeroed in place, or added to."""
+
+    steps = 10
+
+    def zero(self, optimizer: Any, step: int) -> None:
+        parameters = optimizer.param_groups[0]["params"]
+        for parameter in parameters[step % 2 :]:
+            if parameter.grad is not None:
+                moved = torch.empty_like(parameter, memory_format=torch.preserve_format)
+                parameter.grad.data = moved.copy_(parameter.grad)
+        if step % 4:
+            optimizer.zero_grad(set_to_none=step % 4 == 1)
+
+
+class MovedInsideWindow(Case):
+    """A module moves between two micro-batches, and before its step."""
+
+    def window(self, model: nn.Module, step: int, rank: int) -> None:
+        with unsynchronized(model):
+            loss_of(model(batch(step, rank))).backward()
+            plain(model)._apply(torch.clone)
+        loss_of(model(batch(step + 9, rank))).backward()
+        plain(model)._apply(torch.clone)
+
+
 every_case = pytest.mark.parametrize("case", all_cases(Case.__subclasses__()), ids=lambda case: case.__name__)
 
 
@@ -1294,3 +1321,17 @@ def run_create_graph() -> Outcome:
 def test_gradients_that_have_a_graph_are_averaged(ranks: Ranks) -> None:
     """Contract point 7: backward(create_graph=True) adds to earlier gradients out of place."""
     check(ranks.run(run_create_graph))
+
+
+def convert_late() -> None:
+    model = DistributedDataParallel(filled(chain()), bucket_cap_mb=TINY)
+    loss_of(model(batch(0, 0))).backward()
+    model.zero_grad()
+    model.module.float()
+    loss_of(model(batch(0, 0).float())).backward()
+
+
+@in_threads
+def test_a_model_that_was_converted_after_wrapping_is_refused(ranks: Ranks) -> None:
+    with pytest.raises(MisuseError, match=r"was converted after.*float64.*float32.*Convert a model before"):
+        ranks.run(convert_late)

@@ -646,6 +646,31 @@ def test_several_dtypes_each_come_back_as_they_were(process_ranks: RankPool) -> 
         assert all(own)
 
 
+def add_to_changed_means(change: str) -> tuple[float, float]:
+    """Means are changed where torch does not see it, and a further backward adds to them."""
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False).bfloat16(), accumulation_dtype=torch.float32)
+    weight = next(model.parameters())
+    for _ in range(2):
+        # A mean that is rounded for the optimizer.
+        model(torch.full((1, 2), 1 + 2**-7).bfloat16()).sum().mul(1 + 2**-7).backward()
+        if change == "zeroed":
+            weight.grad.data.zero_()
+        elif change == "moved":
+            weight.grad.data = torch.zeros_like(weight)
+        else:
+            weight.grad.data[0, 0] = 0.0
+        model(torch.ones(1, 2).bfloat16()).sum().backward()
+        result = weight.grad[0].tolist()
+        model.zero_grad()
+    return (result[0], result[1])
+
+
+@pytest.mark.parametrize("change", ["zeroed", "moved", "one"])
+def test_a_further_backward_adds_to_what_was_made_of_wide_means(change: str) -> None:
+    for first, second in ThreadRanks(2).run(add_to_changed_means, change):
+        assert (first, second) == (1.0, pytest.approx(2.0, abs=0.02) if change == "one" else 1.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
 def test_accumulation_dtype_must_be_wide(dtype: torch.dtype) -> None:
     def build() -> None:

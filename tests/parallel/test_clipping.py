@@ -100,17 +100,22 @@ def norms_after(change: str) -> tuple[float, float]:
         if change == "scaled":
             for parameter in model.parameters():
                 parameter.grad.mul_(3)
+        elif change == "moved":
+            for parameter in model.parameters():
+                parameter.grad.data = parameter.grad * 3
         elif change == "dropped":
             next(model.parameters()).grad = None
         elif change == "exchanged":
             first = next(model.parameters())
             first.grad = torch.full_like(first, 2.0)
         true = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        clipped = model.clip_grad_norm_(1e9)
+        clipped = model.clip_grad_norm_(0.1 * float(true))
+        left = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        assert float(left) == pytest.approx(0.1 * float(true), rel=1e-5)
     return float(clipped), float(true)
 
 
-@pytest.mark.parametrize("change", ["nothing", "scaled", "dropped", "exchanged"])
+@pytest.mark.parametrize("change", ["nothing", "scaled", "moved", "dropped", "exchanged"])
 def test_sees_changes(change: str) -> None:
     for ours, true in ThreadRanks(2).run(norms_after, change):
         assert ours == pytest.approx(true, rel=1e-12)

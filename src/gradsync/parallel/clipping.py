@@ -69,6 +69,7 @@ def _wholes(parameters: Sequence[torch.Tensor], synchronizers: list[Synchronizer
             continue
         norms = synchronizer.norms_of(norm_type)
         for bucket in synchronizer.buckets:
+            bucket.reclaim_views()
             inside = [id(parameter) for parameter in bucket.parameters]
             if not meant.issuperset(inside) or not norms.may_take(bucket):
                 continue
@@ -111,7 +112,8 @@ def clip_grad_norm_(
 
     Like ``torch.nn.utils.clip_grad_norm_``, for a model or its parameters. Where a whole model is clipped, it takes one
     operation per bucket, with norms that are known when the last bucket arrives. Inside an unfinished window it raises
-    :class:`~gradsync.base.errors.MisuseError`.
+    :class:`~gradsync.base.errors.MisuseError`. Change gradients before it as torch can see, by ``grad.mul_()``: writes
+    through ``grad.data`` or NumPy do not count as changes.
     """
     return clip_norm(_listed(parameters), *checked_norm(max_norm, norm_type), error_if_nonfinite)
 

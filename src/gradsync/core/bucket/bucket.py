@@ -111,6 +111,11 @@ class Bucket:
         self.absent = frozenset()
         self.flat = self._whole
 
+    def reclaim_views(self) -> None:
+        """Return views that were given other memory: see :meth:`Chunk.reclaim_views`."""
+        for chunk in self.chunks:
+            chunk.reclaim_views()
+
     def gather(self) -> None:
         """Gather all gradients that there are, without scaling them."""
         for chunk in self.chunks:

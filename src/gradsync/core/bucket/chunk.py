@@ -48,6 +48,8 @@ class Chunk:
     ) -> None:
         self.parameters, self.names, self.views = list(parameters), list(names), list(views)
         self.memory, self.flags, self.first = memory, flags, first
+        # Where the views belong: see `reclaim_views`.
+        self._own_memory, self._addresses = [view.data for view in self.views], list(map(_address, self.views))
         self.arrivals_expected = [1] * len(self.parameters)
         self.before_gather: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
         self._waiting = list(self.arrivals_expected)
@@ -123,6 +125,18 @@ class Chunk:
             "ranks. Run a droppable layer only through its LayerDrop"
         )
 
+    def _refuse_converted(self) -> None:
+        """Refuse parameters that cannot have these views as gradients any more."""
+        for parameter, name, view in zip(self.parameters, self.names, self.views, strict=True):
+            now, before = [(each.device, each.shape) for each in (parameter, view)]
+            if parameter.grad_dtype != view.dtype or now != before:
+                raise MisuseError(
+                    f"parameter {name!r} was converted after its model was wrapped: its gradient was planned as "
+                    f"{view.dtype} of shape {tuple(view.shape)} on {view.device}, and it has {parameter.grad_dtype} of "
+                    f"shape {tuple(parameter.shape)} on {parameter.device} now. Convert a model before you wrap it, or "
+                    "wrap it again"
+                )
+
     # -- gathering ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -149,6 +163,17 @@ class Chunk:
         if scale != 1.0:
             self.memory.mul_(scale)
 
+    def reclaim_views(self) -> None:
+        """Return views that were given other memory to the bucket, with the values that they have there.
+
+        Whoever assigns ``parameter.grad.data`` does that, as ``module.to()`` does for every gradient.
+        """
+        for parameter, view, memory in zip(self.parameters, self.views, self._own_memory, strict=True):
+            if _address(view) != _address(memory):
+                values, view.data = view.data, memory
+                if parameter.grad is view:
+                    view.copy_(values)
+
     def _take_unattached(self) -> tuple[list[Any], list[torch.Tensor]]:
         """Attach the views; returns the gradients that were not attached yet, and the views that replace them.
 
@@ -156,6 +181,8 @@ class Chunk:
         """
         if self.before_gather is not None:
             self.before_gather(self.parameters)
+        if list(map(_address, self.views)) != self._addresses:
+            self.reclaim_views()
         gradients = self._found_ready or list(map(_grad, self.parameters))
         views = self.views
         # The rule after zero_grad(). What the batched check found has come in this backward, so none of it is a view.
@@ -163,12 +190,16 @@ class Chunk:
             any(map(operator.is_, gradients, views)) or any(map(operator.is_, gradients, repeat(None)))
         )
         self._found_ready, self.empty, self._all_unattached = [], [], False
-        if all_unattached:
-            for parameter, view in zip(self.parameters, views, strict=True):
-                parameter.grad = view
-            unattached, targets = gradients, views
-        else:
-            unattached, targets = self._take_some(gradients)
+        try:
+            if all_unattached:
+                for parameter, view in zip(self.parameters, views, strict=True):
+                    parameter.grad = view
+                unattached, targets = gradients, views
+            else:
+                unattached, targets = self._take_some(gradients)
+        except RuntimeError:
+            self._refuse_converted()
+            raise
         for slot in self.absent.difference(self.empty):
             self._refuse_absent(slot)
         return unattached, targets
@@ -194,6 +225,7 @@ def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.Ten
 
 
 _grad: Callable[[torch.nn.Parameter], torch.Tensor | None] = operator.attrgetter("grad")
+_address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 def _copy(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:

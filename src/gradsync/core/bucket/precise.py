@@ -3,13 +3,12 @@
 bfloat16 has eight bits of mantissa: the 256th micro-batch of equal size adds nothing to a sum of the other 255. With
 ``accumulation_dtype=torch.float32`` buckets are float32. During a window ``parameter.grad`` is float32 too, where
 autograd adds to it without rounding; when the window is finished it holds the mean in the parameter's own dtype, for
-the optimizer. A further backward continues from the wide mean, unless the narrow one was changed. float32 is sent: add
-a ``Cast`` reduction to send less.
+the optimizer. A further backward continues from the wide mean, except where the narrow one was changed. float32 is
+sent: add a ``Cast`` reduction to send less.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -31,7 +30,7 @@ class PreciseGradients:
 
     def forget(self) -> None:
         """Forget the means: they are in use again, or buckets are about to go."""
-        self._means: dict[int, _Mean] = {}
+        self._means: dict[int, torch.Tensor] = {}
 
     def widen(self) -> bool:
         """Make wide what autograd creates, or adds to, as a backward begins. True if a gradient was replaced."""
@@ -41,9 +40,8 @@ class PreciseGradients:
             if gradient is None:
                 parameter.grad_dtype = self.dtype
             elif gradient.dtype != self.dtype:
-                mean = self._means.get(id(parameter))
-                still_it = mean is not None and mean.narrow is gradient and mean.version == gradient._version
-                replace_gradient(parameter, mean.wide if mean is not None and still_it else gradient.to(self.dtype))
+                wide = self._means.get(id(parameter))
+                replace_gradient(parameter, gradient.to(self.dtype) if wide is None else _updated(wide, gradient))
                 replaced = True
         self.forget()
         return replaced
@@ -58,9 +56,8 @@ class PreciseGradients:
                     continue
                 if parameter.dtype not in copies:
                     copies[parameter.dtype] = bucket.views_of(bucket.payload.to(parameter.dtype))
-                narrow = copies[parameter.dtype][slot]
-                replace_gradient(parameter, narrow)
-                self._means[id(parameter)] = _Mean(narrow, narrow._version, bucket.views[slot])
+                replace_gradient(parameter, copies[parameter.dtype][slot])
+                self._means[id(parameter)] = bucket.views[slot]
         return bool(self._means)
 
     def restore(self) -> bool:
@@ -81,12 +78,13 @@ def restore_gradients(parameters: Sequence[torch.nn.Parameter]) -> bool:
     return replaced
 
 
-class _Mean(NamedTuple):
-    """The gradient given to the optimizer, and the wide one it was rounded from."""
+@torch.no_grad()
+def _updated(wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
+    """``wide``, with the numbers of ``narrow`` that are no longer what those in it are rounded to.
 
-    narrow: torch.Tensor
-    version: int
-    wide: torch.Tensor
+    Versions would not tell: who writes through ``grad.data`` leaves them as they are.
+    """
+    return torch.where(wide.to(narrow.dtype) == narrow, wide, narrow.to(wide.dtype), out=wide)
 
 
 def replace_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
