@@ -27,7 +27,7 @@ help:
 	@echo 'make peers-tests   the tests of torch and of Accelerate, with our classes in the place of theirs (minutes)'
 	@echo 'make check     lint, formatting, types'
 	@echo 'make docs      build the site of the documentation in build/site: open build/site/index.html'
-	@echo 'make doctor    say whether this machine is fit, and how fast its wire is'
+	@echo 'make doctor    say whether this machine is fit, and how fast its network is'
 	@echo 'make install   create .venv with the pinned packages and gradsync itself'
 	@echo 'make bench     measure what synchronization costs, against all peers (about 40 minutes, as root)'
 	@echo 'make bench-engine       time a step against DDP, tuned and stock (about 4 minutes)'
