@@ -166,7 +166,7 @@ def average_after_each_step(steps: int) -> Parameters:
 @pytest.mark.parametrize("outer", [None, functools.partial(torch.optim.SGD, lr=1.0)], ids=["none", "one whole step"])
 @pytest.mark.cpu_ranks("needs sums in the order of ranks")
 def test_after_every_step_it_is_the_mean_of_parameters_bit_for_bit(thread_ranks: ThreadRanks, outer: Any) -> None:
-    """On a wire that adds up in the order of ranks, wherever numbers lie."""
+    """On a communicator that adds up in the order of ranks, wherever numbers lie."""
     expected = thread_ranks.run(average_after_each_step, 5)
     results = thread_ranks.run(train, 5, every=1, outer=outer)
     for (values, synchronizations), theirs in zip(results, expected, strict=True):
@@ -221,14 +221,14 @@ def test_processes_that_stream_compressed_agree(process_ranks: RankPool) -> None
 
 def test_bytes_are_those_of_one_model_every_so_many_steps() -> None:
     def work() -> tuple[int, int, int]:
-        wire, sent = choose_communicator(), []
-        reduce = wire.all_reduce
-        wire.all_reduce = lambda tensor, op="sum": (sent.append(tensor.numel()), reduce(tensor, op))[1]  # type: ignore
+        communicator, sent = choose_communicator(), []
+        reduce = communicator.all_reduce
+        communicator.all_reduce = lambda tensor, op="sum": (sent.append(tensor.numel()), reduce(tensor, op))[1]  # type: ignore
         _, model, optimizer = made()
         local = LocalSteps(model, optimizer, every=4)
         sent.clear()
         for step in range(16):
-            take_step(model, optimizer, wire.rank, step)
+            take_step(model, optimizer, communicator.rank, step)
         local.finish()
         return sum(sent), sum(parameter.numel() for parameter in model.parameters()), local.synchronizations
 
@@ -349,27 +349,27 @@ def test_a_rank_that_raises_is_named_by_the_others() -> None:
     assert first == third
 
 
-def test_a_round_that_the_wire_breaks_changes_nothing_and_is_remembered() -> None:
+def test_a_round_that_the_communicator_breaks_changes_nothing_and_is_remembered() -> None:
     def work() -> tuple[bool, str] | None:
-        wire = choose_communicator()
+        communicator = choose_communicator()
         _, model, optimizer = made()
         local = LocalSteps(model, optimizer, every=2, outer=NESTEROV)
-        take_step(model, optimizer, wire.rank, 0)
-        if wire.rank == 1:
-            wire.abort("its power is gone")
+        take_step(model, optimizer, communicator.rank, 0)
+        if communicator.rank == 1:
+            communicator.abort("its power is gone")
             return None
         plain, other = make_model(), values_of(model)
         plain.load_state_dict(model.state_dict())
         alone = make_optimizer(plain)
         alone.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        take_step(plain, alone, wire.rank, 1)
+        take_step(plain, alone, communicator.rank, 1)
         with pytest.raises(PeerFailedError, match="power"):
-            take_step(model, optimizer, wire.rank, 1)
-        for call in (local.synchronize, local.finish, lambda: take_step(model, optimizer, wire.rank, 2)):
+            take_step(model, optimizer, communicator.rank, 1)
+        for call in (local.synchronize, local.finish, lambda: take_step(model, optimizer, communicator.rank, 2)):
             with pytest.raises(MisuseError, match=r"has failed .*power"):
                 call()
         local.close()
-        take_step(plain, alone, wire.rank, 2)
+        take_step(plain, alone, communicator.rank, 2)
         assert not torch.equal(other[0], values_of(model)[0])
         return all(map(torch.equal, values_of(model), values_of(plain))), repr(local)
 
@@ -399,15 +399,15 @@ def test_local_steps_that_are_forgotten_send_nothing() -> None:
     """What ends with a collective must not end when Python happens to look for garbage, on one rank alone."""
 
     def work() -> bool:
-        wire = choose_communicator()
-        model = gradsync.DistributedDataParallel(make_model(), communicator=wire)
+        communicator = choose_communicator()
+        model = gradsync.DistributedDataParallel(make_model(), communicator=communicator)
         optimizer = make_optimizer(model)
         known = weakref.ref(LocalSteps(model, optimizer, every=3))
         take_step(model, optimizer, 0, 0)
-        if wire.rank == 0:
+        if communicator.rank == 0:
             del model, optimizer
             gc.collect()
-        wire.all_reduce(torch.ones(1)).wait()
+        communicator.all_reduce(torch.ones(1)).wait()
         return known() is None
 
     assert run_ranks(work, 2) == [True, False]
