@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install train test more soak attack kills faults laws peers-tests check docs dist doctor bench bench-engine bench-accumulate format clean
+.PHONY: help install train test more soak attack kills faults laws peers-tests integrations check docs dist doctor bench bench-engine bench-accumulate format clean
 
 help:
 	@echo 'make train     train a small GPT on two ranks of this machine (about 3 minutes, ARGS="--steps 50")'
@@ -25,6 +25,7 @@ help:
 	@echo 'make faults    ranks that are killed, stopped, cut off or raise at random moments (an hour, ARGS="--seeds 2")'
 	@echo 'make laws      what must hold of any input, tried with many more inputs than make test does (minutes)'
 	@echo 'make peers-tests   the tests of torch and of Accelerate, with our classes in the place of theirs (minutes)'
+	@echo 'make integrations  the tests with Lightning, Fabric and transformers (minutes)'
 	@echo 'make check     lint, formatting, types'
 	@echo 'make docs      build the site of the documentation in build/site: open build/site/index.html'
 	@echo 'make doctor    say whether this machine is fit, and how fast its network is'
@@ -69,6 +70,10 @@ laws: .venv/.dev
 peers-tests: .venv/.dev
 	$(BIN)/python -m tests.torch_ddp_suite $(ARGS)
 	$(BIN)/python -m tests.accelerate_suite $(ARGS)
+
+# What a change of a pin in requirements/integrations.txt must pass.
+integrations: .venv/.dev
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/tools/integrations tests/test_real_packages.py $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check .
@@ -126,7 +131,7 @@ clean:
 	$(BIN)/pip install --quiet --requirement requirements/docs.txt
 	@touch $@
 
-.venv/.dev: .venv/.bench .venv/.docs requirements/dev.txt
+.venv/.dev: .venv/.bench .venv/.docs requirements/dev.txt requirements/integrations.txt
 	$(BIN)/pip install --quiet --requirement requirements/dev.txt
 	@touch $@
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,8 @@ DIFFERENT = {
     "fabric_unused_parameters": "stock raises without `find_unused_parameters=True`; gradsync needs no setting",
     "trainer_unfrozen_parameters": "stock never averages gradients of parameters that were frozen when the model was "
     "wrapped, so replicas drift apart; gradsync averages them",
+    "trainer_manual_buffers": "stock stops broadcasting buffers in manual optimization, so BatchNorm's statistics "
+    "drift apart; gradsync broadcasts them as in automatic optimization",
     "trainer_communication_hook": "stock ignores communication hooks on CPUs; gradsync uses them",
     "trainer_unknown_argument": "stock raises when the model is wrapped; gradsync when the strategy is created",
 }
@@ -107,7 +109,11 @@ def values(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def replicas_agree(module: nn.Module) -> bool:
-    mine = torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])
+    return same_on_all_ranks(module.parameters())
+
+
+def same_on_all_ranks(tensors: Iterable[torch.Tensor]) -> bool:
+    mine = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
     all_of_them = [torch.empty_like(mine) for _ in range(RANKS)]
     dist.all_gather(all_of_them, mine)
     return all(torch.equal(each, mine) for each in all_of_them)
@@ -267,9 +273,12 @@ def gan() -> Any:
 
         def __init__(self, *, accumulates: bool) -> None:
             super().__init__()
+            torch.manual_seed(3)
             self.automatic_optimization = False
             self.accumulates = accumulates
-            self.generator, self.discriminator = network(), nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+            self.generator, self.discriminator = (
+                nn.Sequential(nn.Linear(inputs, 4), nn.Tanh(), nn.Linear(4, 1)) for inputs in (4, 1)
+            )
 
         def training_step(self, batch: Any, number: int) -> None:
             one, other = self.optimizers()
@@ -303,6 +312,25 @@ def trainer_manual_optimization(way: Way) -> Any:
 
 def trainer_manual_accumulation(way: Way) -> Any:
     return fit(way, gan()(accumulates=True), {"find_unused_parameters": True})
+
+
+def trainer_manual_buffers(way: Way) -> Any:
+    """The statistics of BatchNorm, which a forward begins with."""
+    agreed: list[bool] = []
+
+    class Manual(regression()):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, number: int) -> None:
+            agreed.append(same_on_all_ranks(self.buffers()))
+            self.manual_backward(super().training_step(batch, number))
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    fit(way, Manual(), max_epochs=1)
+    assert agreed == [True] * BATCHES
 
 
 def trainer_closure_runs_several_times(way: Way) -> Any:

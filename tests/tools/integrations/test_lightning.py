@@ -9,7 +9,7 @@ import pytest
 from tests import lightning_suite
 from tests.scripts import run_scripts
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SUITE = ROOT / "tests" / "lightning_suite.py"
 # Most of the time that Lightning takes to be imported.
 PRELOADED = ("torchmetrics", "torch._dynamo")
