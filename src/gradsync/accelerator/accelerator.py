@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from gradsync.accelerator.compat import Compatibility, register_accelerator
+from gradsync.accelerator.compiling import chosen_compiler
 from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_loader, skip_first_batches
 from gradsync.accelerator.elasticity import Elasticity, refuse_beside_elastic
 from gradsync.accelerator.models import Precision, PreparedModels, extract_model_from_parallel, refuse_prepared
@@ -109,6 +110,7 @@ class Accelerator(Saving, Compatibility):
         refuse_absent(arguments)
         self._arguments = arguments
         settings = settings_of(kwargs_handlers)
+        compiler = chosen_compiler(dynamo_backend, dynamo_plugin, kwargs_handlers)
         launched = launched_settings()
         self.project_configuration = chosen_project(project_config, project_dir)
         self._save_hooks, self._load_hooks = OrderedDict(), OrderedDict()
@@ -139,7 +141,7 @@ class Accelerator(Saving, Compatibility):
             scaler=settings["GradScalerKwargs"],
         )
         self.models = PreparedModels(
-            world, self.precision, self.windows.local, settings["DistributedDataParallelKwargs"]
+            world, self.precision, self.windows.local, compiler, settings["DistributedDataParallelKwargs"]
         )
         self.prepared = Prepared(models=self.models, precision=self.precision, windows=self.windows)
         self._elastic = None if elastic is None else Elasticity(elastic, self.prepared, [self, world])
