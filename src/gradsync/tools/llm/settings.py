@@ -13,6 +13,7 @@ from gradsync.accelerator.optimizer import Overlap, Overlapping
 from gradsync.base.errors import ConfigurationError
 from gradsync.core.reduction import reduction_by_name
 from gradsync.core.window.skip_vote import ON_BAD_STEP, OnBadStep
+from gradsync.tools.metrics.choose import SINKS, check_sinks
 
 __all__ = ["HEADINGS", "RANKS", "Precision", "TrainOption", "TrainSettings", "option_of", "setting"]
 
@@ -37,6 +38,7 @@ def _one_of(values: tuple[str, ...]) -> Rule:
     return f"one of {', '.join(values)}", values.__contains__
 
 
+METRICS: Rule = (f"names of {', '.join(SINKS)} with commas between them, each with :ARGUMENT or without", check_sinks)
 PRECISION, OVERLAP, BAD_STEP = _one_of(get_args(Precision)), _one_of(get_args(Overlap)), _one_of(ON_BAD_STEP)
 
 
@@ -102,7 +104,7 @@ class TrainSettings:
     checkpoint_every: int = FOLDER(100, "Steps between checkpoints.", COUNT)
     keep: int = FOLDER(2, "Number of checkpoints to keep.", COUNT)
     validate_every: int = FOLDER(50, "Steps between validations.", COUNT)
-    tensorboard: bool = FOLDER(False, "Also write TensorBoard events.")
+    metrics: str | None = FOLDER(None, f"Also write metrics to these, with commas: {', '.join(SINKS)}.", METRICS)
 
     def __post_init__(self) -> None:
         for each in fields(self):
