@@ -27,7 +27,6 @@ from gradsync.core.reduction import reduction_by_name
 from gradsync.health.elastic import Elastic
 from gradsync.observe.metrics import StepMetrics
 from gradsync.observe.recording import Recorder, loading
-from gradsync.optim.local_steps import LocalSteps
 from gradsync.tools.llm.model import build_model, count_targets, loss_of
 from gradsync.tools.llm.settings import TrainSettings, option_of
 from gradsync.tools.llm.step_records import Heartbeat, Pulse, StepRecord, StepRecords
@@ -137,11 +136,8 @@ class Trainer:
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
         # Of the gradients, and why that one.
         self.transport = str(accelerator.models.attachment_of(self.model).transport)
-        self._local: LocalSteps | None = None
-        if settings.local_steps is not None:
-            self._local = LocalSteps(self.model, self.optimizer, every=settings.local_steps)
-            accelerator.register_for_checkpointing(self._local)
-            self.transport += f"; parameters take it, after every {settings.local_steps} steps"
+        for local in accelerator.local_steps:
+            self.transport += f"; parameters take it, after every {local.settings.every} steps"
         self.step = self.saving.restore()
         self._recorder = recorder
         self._metrics = StepMetrics(recorder, scaler=accelerator.scaler)
@@ -171,8 +167,7 @@ class Trainer:
         with self._metrics:
             self.open_metrics()
             signal = self._train()
-            if self._local is not None:
-                self._local.synchronize()
+            self.accelerator.prepared.synchronize()
             if self.saving.latest != self.step:
                 self._save()
             return self._conclude(signal)
@@ -279,9 +274,6 @@ class Trainer:
         return signal
 
     def _save(self) -> None:
-        if self._local is not None:
-            # A checkpoint is one model.
-            self._local.synchronize()
         self.saving.save(self.step, self.plan)
         self._listener.saved(self.step)
 
@@ -332,6 +324,7 @@ def make_accelerator(
         cpu=cpu,
         shard_optimizer=settings.shard_optimizer,
         overlap=settings.overlap,
+        local_steps=settings.local_steps,
         elastic=elastic,
         # The schedule is made of windows, whatever the number of ranks.
         gradient_accumulation_plugin=GradientAccumulationPlugin(scheduler_steps="once"),
