@@ -28,7 +28,7 @@ help:
 	@echo 'make integrations  the tests with Lightning, Fabric and transformers (minutes)'
 	@echo 'make check     lint, formatting, types'
 	@echo 'make docs      build the site of the documentation in build/site: open build/site/index.html'
-	@echo 'make doctor    say whether this machine is fit, and how fast its wire is'
+	@echo 'make doctor    say whether this machine is fit, and how fast its network is'
 	@echo 'make install   create .venv with the pinned packages and gradsync itself'
 	@echo 'make bench     measure what synchronization costs, against all peers (about 40 minutes, as root)'
 	@echo 'make bench-engine       time a step against DDP, tuned and stock (about 4 minutes)'
@@ -73,7 +73,7 @@ peers-tests: .venv/.dev
 
 # What a change of a pin in requirements/integrations.txt must pass.
 integrations: .venv/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/tools/integrations tests/test_real_packages.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/tools/integrations tests/tools/test_metrics.py tests/test_real_packages.py $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check .

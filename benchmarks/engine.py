@@ -6,14 +6,14 @@
 ``transformer``: 5M parameters. ``small-layers``: 1,000 linear layers of 16×16, where bookkeeping is all that counts.
 ``unused-layers``: the same, and every tenth layer is left out, others on each rank; torch then needs
 ``find_unused_parameters=True``. The column to look at there is what each wrapper adds to the step without one.
-``much-wire`` and ``much-compute``: a transformer of 25M parameters with few tokens in a batch, and with many.
+``much-communication`` and ``much-compute``: a transformer of 25M parameters with few tokens in a batch, and with many.
 
-gradsync takes the fastest wire it finds, which is shared memory here; "gradsync, Gloo" stays with the group's own.
+gradsync takes the fastest transport it finds, which is shared memory here; "gradsync, Gloo" stays with the group's own.
 
 With ``--memory`` it is the peak memory of a step of the transformer, as bytes of live tensors. torch's profiler reports
 every allocation of tensor memory; the running sum and its maximum are exact and the same in every run, which the
-process's resident size is not. gradsync stays with the group's own wire there: over shared memory buckets are no tensor
-memory to the profiler, though they have the same size. ``gradsync bench peers`` counts those, too.
+process's resident size is not. gradsync stays with the process group itself there: over shared memory buckets are no
+tensor memory to the profiler, though they have the same size. ``gradsync bench peers`` counts those, too.
 """
 
 import gc
@@ -72,7 +72,7 @@ MODELS = {
     "transformer": transformer,
     "small-layers": small_layers,
     "unused-layers": unused_layers,
-    "much-wire": lambda: large_transformer(16),
+    "much-communication": lambda: large_transformer(16),
     "much-compute": lambda: large_transformer(128),
 }
 
@@ -94,11 +94,11 @@ def variants(model: str) -> dict[str, Wrap]:
 
 
 def on_the_group(module: nn.Module, bucket_cap_mb: float | None = None) -> nn.Module:
-    return gradsync.DistributedDataParallel(module, communicator=group_wire(), bucket_cap_mb=bucket_cap_mb)
+    return gradsync.DistributedDataParallel(module, communicator=group_communicator(), bucket_cap_mb=bucket_cap_mb)
 
 
-def group_wire() -> ProcessGroupCommunicator:
-    """The group's own wire; gradsync would take shared memory."""
+def group_communicator() -> ProcessGroupCommunicator:
+    """A communicator over the process group; gradsync would take shared memory."""
     return ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
 
 

@@ -43,13 +43,13 @@ def bare(group: dist.ProcessGroup, tensor: torch.Tensor) -> Step:
     return step
 
 
-def halves(wire: PeerExchangeCommunicator, tensor: torch.Tensor, share: torch.Tensor) -> None:
-    wire.reduce_scatter(share, tensor).wait()
-    wire.all_gather(tensor, share).wait()
+def halves(communicator: PeerExchangeCommunicator, tensor: torch.Tensor, share: torch.Tensor) -> None:
+    communicator.reduce_scatter(share, tensor).wait()
+    communicator.all_gather(tensor, share).wait()
 
 
-def all_reduce(wire: ProcessGroupCommunicator | PeerExchangeCommunicator, tensor: torch.Tensor) -> None:
-    wire.all_reduce(tensor).wait()
+def all_reduce(communicator: ProcessGroupCommunicator | PeerExchangeCommunicator, tensor: torch.Tensor) -> None:
+    communicator.all_reduce(tensor).wait()
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ class Variant(Training):
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--bucket-cap-mb", type=float, default=None, help="chosen by the wire, unless given")
+    parser.add_argument("--bucket-cap-mb", type=float, default=None, help="chosen by measurement, unless given")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl")

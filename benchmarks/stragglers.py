@@ -1,4 +1,4 @@
-"""After how many steps a slow rank, or a slow wire, is named; what the watch's thread costs; what is said of nobody.
+"""After how many steps a slow rank, or a slow link, is named; what the watch's thread costs; what is said of nobody.
 
     python benchmarks/stragglers.py                        all, three times each: some minutes, as root
     python benchmarks/stragglers.py --parts ranks,cost     without hosts
@@ -7,8 +7,8 @@
 Steps sleep for most of their time, as one whose work is on other cores does; on a device it is a kernel that spins. A
 rank becomes slow after 40 steps; the table counts from there (from the first step, for one that is slow from the
 beginning) to the step in which rank 0 logged its name. "Nobody" are loops without a slow rank, or in which ranks differ
-and none is to blame. The wire is that of three hosts in network namespaces, where the link of one gets a quarter of its
-rate.
+and none is to blame. The network is that of three hosts in network namespaces, where the link of one gets a quarter
+of its rate.
 """
 
 import json
@@ -43,7 +43,7 @@ SHARES = (0.10, 0.15, 0.30, 1.0)
 QUIET_STEPS = 500
 RATE, SLOW_RATE = "400mbit", "100mbit"
 LOGGER = logging.getLogger("gradsync")
-PARTS = ("ranks", "nobody", "cost", "wire")  # and, where there is one, "device"
+PARTS = ("ranks", "nobody", "cost", "network")  # and, where there is one, "device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +234,9 @@ def cost_table(rounds: int) -> Iterator[str]:
         yield f"| {milliseconds} ms | {statistics.median(each['cost'] for each in told):.3%} |"
 
 
-def wire_table(rounds: int) -> Iterator[str]:
+def network_table(rounds: int) -> Iterator[str]:
     yield f"\nSteps until a link of three that has {SLOW_RATE}, where the others have {RATE}, was named\n"
-    yield "| slow link | since | that the wire is slow | whose link it is | what was said, in the last run |"
+    yield "| slow link | since | that communication is slow | whose link it is | what was said, in the last run |"
     yield "|---|---|---|---|---|"
     with Lab(LabPlan(name=f"stragglers{os.getpid()}", hosts=RANKS, rate=Rate.parse(RATE))) as lab:
         for slow, since in ((0, BECOMES), (1, BECOMES), (2, BECOMES), (1, 0)):
@@ -265,7 +265,7 @@ def main() -> None:
         "ranks": ranks_table,
         "nobody": nobody_table,
         "cost": cost_table,
-        "wire": wire_table,
+        "network": network_table,
         "device": device_table,
     }
     for part in options.parts.split(","):

@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from engine import group_wire
+from engine import group_communicator
 from interleave import Step, interleave, on_gpu, parser_of, ratio, table
 from torch import nn
 
@@ -146,7 +146,7 @@ def compare_on_cpu(options: argparse.Namespace) -> None:
     work = Work(options, accelerator.process_index, accelerator.num_processes)
     makers: dict[str, Callable[[Loop], Step]] = {
         "gradsync": lambda loop: on_gradsync(loop, accelerator),
-        "gradsync, Gloo": lambda loop: on_gradsync(loop, Accelerator(cpu=True, communicator=group_wire())),
+        "gradsync, Gloo": lambda loop: on_gradsync(loop, Accelerator(cpu=True, communicator=group_communicator())),
         "torch stock": lambda loop: by_hand(loop, TorchDDP(loop.model)),
         "torch tuned": lambda loop: by_hand(loop, TorchDDP(loop.model, **tuned_options())),
         "accelerate": lambda loop: on_accelerate(loop, options.grad_accum),

@@ -107,7 +107,7 @@ class Program:
 
     seed: int
     world_size: int
-    wire: str
+    transport: str
     layers: int
     settings: dict[str, Any]
     optimizer: Optimizer
@@ -127,7 +127,7 @@ class Program:
         shots = collections.Counter(f"{shot.kind} by {shot.by}" for window in self.windows for shot in window.shots)
         end = "to its end" if self.end is None else f"ended by {self.end.kind} of rank {self.end.rank}"
         return (
-            f"seed {self.seed}: {self.world_size} ranks over {self.wire}, {self.layers} layers, {self.settings}; "
+            f"seed {self.seed}: {self.world_size} ranks over {self.transport}, {self.layers} layers, {self.settings}; "
             f"{made.kind} {made.name} {made.options}, {', '.join(extras)}; {len(self.windows)} windows, {readers}, "
             f"{dict(shots)}, {end}"
         )
@@ -154,7 +154,7 @@ def draw(seed: int) -> Program:
     return Program(
         seed=seed,
         world_size=world_size,
-        wire=chance.choice(("shared-memory", "shared-memory", "group", "peer-exchange")),
+        transport=chance.choice(("shared-memory", "shared-memory", "group", "peer-exchange")),
         layers=layers,
         settings={
             "bucket_cap_mb": chance.choice([1e-4, 1e-4, 3e-4, 1e-3, 25]),

@@ -18,13 +18,13 @@ from gradsync.errors import GradsyncError, MisuseError, PeerFailedError
 from tests.attack_disturbances import EVALUATED, Disturbed, Outcome
 from tests.attack_mutants import taken_out
 from tests.attack_programs import End, Program, Window
+from tests.communicators import fresh_communicator
 from tests.fuse import Explosion
 from tests.soak import MicroBatch, Paths
-from tests.wires import fresh_wire
 
 __all__ = ["attack", "make_optimizers", "parameters_of_layers"]
 
-WIRE_SECONDS = 25.0
+TIMEOUT_SECONDS = 25.0
 # Of the moments in a step, those in which gradients are zeroed.
 ZERO_SHARE = 0.4
 
@@ -95,9 +95,9 @@ def attack(program: Program, without: str | None = None) -> Outcome:
 class _Rank(Disturbed):
     def __init__(self, program: Program) -> None:
         super().__init__(program)
-        self.wire = fresh_wire(program.wire, WIRE_SECONDS)
-        self.rank = self.wire.rank
-        self.model = DistributedDataParallel(Paths(program.layers), communicator=self.wire, **program.settings)
+        self.communicator = fresh_communicator(program.transport, TIMEOUT_SECONDS)
+        self.rank = self.communicator.rank
+        self.model = DistributedDataParallel(Paths(program.layers), communicator=self.communicator, **program.settings)
         self.paths: Paths = self.model.module
         self.paths.freeze(program.windows[0].work.frozen[self.rank])
         self.plain = make_optimizers(program, self.paths)
@@ -134,7 +134,7 @@ class _Rank(Disturbed):
                     self.outcome.wrong.append(f"window {self.number}, {self.section}: raised {error!r}")
                 self._save(f"after {type(error).__name__}")
             if self.program.end is not None:
-                self.wire.abort("the program has ended")
+                self.communicator.abort("the program has ended")
         return self.outcome
 
     def _finish(self) -> None:

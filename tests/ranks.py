@@ -367,7 +367,7 @@ class _Worker:
         variables = os.environ | {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            # Two ranks take the fastest wire, as a user's do; four stay with the group's own. So both are tested.
+            # Two ranks take the fastest transport, as a user's do; four stay with the group's own. So both are tested.
             "GRADSYNC_TRANSPORT": "auto" if world_size < 4 else "group",
             # A function is sent by name: it must be found where the parent found it.
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

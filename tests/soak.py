@@ -1,9 +1,9 @@
 """Random trainings for as long as asked, to find the next edge: ``make soak ARGS="--minutes 30"``.
 
-A seed draws a case: ranks (threads or processes) and their wire, a model with shared, unused and frozen layers, bucket
-sizes and schedule, and a row of windows of all kinds with different numbers of micro-batches on each rank, or none;
-backwards that fail on one rank, observers that raise, parameters that are trained again, gradients that are only looked
-at. Every rank computes what the gradients of every window must be, alone, and compares.
+A seed draws a case: ranks (threads or processes) and their communicator, a model with shared, unused and frozen layers,
+bucket sizes and schedule, and a row of windows of all kinds with different numbers of micro-batches on each rank, or
+none; backwards that fail on one rank, observers that raise, parameters that are trained again, gradients that are only
+looked at. Every rank computes what the gradients of every window must be, alone, and compares.
 
 The seed of each case is printed when it fails, and ``--seed`` runs it again.
 """
@@ -72,7 +72,7 @@ class Case:
 
     seed: int
     world: tuple[str, int]
-    wire: str
+    communicator: str
     layers: int
     settings: dict[str, Any]
     windows: tuple[SoakWindow, ...]
@@ -83,7 +83,7 @@ class Case:
         faults = sum(window.fails is not None for window in self.windows)
         shape = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         return (
-            f"seed {self.seed}: {self.world[1]} {self.world[0]} over {self.wire}, {self.layers} layers, "
+            f"seed {self.seed}: {self.world[1]} {self.world[0]} over {self.communicator}, {self.layers} layers, "
             f"{self.settings}; {shape}; {faults} failing, observer raises in {self.saboteur}"
         )
 
@@ -107,7 +107,7 @@ def draw(seed: int, worlds: tuple[tuple[str, int], ...] | None = None) -> Case:
     return Case(
         seed=seed,
         world=world,
-        wire=chance.choice(["auto", "group"]) if world[0] == "processes" else "memory",
+        communicator=chance.choice(["auto", "group"]) if world[0] == "processes" else "memory",
         layers=layers,
         settings={
             "bucket_cap_mb": chance.choice([None, 1e-4, 3e-4, 1e-3, 25]),
@@ -304,7 +304,7 @@ def train(seed: int, worlds: tuple[tuple[str, int], ...] | None = None) -> list[
     """One rank's part in the case of a seed: what was wrong."""
     case, communicator = draw(seed, worlds), choose_communicator()
     logging.getLogger("gradsync").disabled = True
-    with mock.patch.dict(os.environ, {"GRADSYNC_TRANSPORT": case.wire} if case.world[0] == "processes" else {}):
+    with mock.patch.dict(os.environ, {"GRADSYNC_TRANSPORT": case.communicator} if case.world[0] == "processes" else {}):
         model = DistributedDataParallel(
             Paths(case.layers),
             observer=Saboteur(case.saboteur, random.Random(seed + communicator.rank)),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gradsync.accelerator.compiling import TorchDynamoPlugin
 from gradsync.accelerator.models import extract_model_from_parallel
 from gradsync.accelerator.operations import (
     broadcast,
@@ -48,6 +49,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "TorchDynamoPlugin",
     "broadcast",
     "broadcast_object_list",
     "clear_device_cache",

@@ -374,24 +374,3 @@ def test_the_page_names_every_expected_failure() -> None:
 def test_utils_exports_what_it_names() -> None:
     assert all(hasattr(utils, name) for name in utils.__all__)
     assert gradsync.Accelerator is Accelerator
-
-
-@pytest.mark.parametrize("backend", ["no", "NO", None])
-@pytest.mark.parametrize("way", ["argument", "handler"])
-def test_a_plugin_that_asks_for_no_compiler_is_accepted(
-    backend: Any, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND", raising=False)
-    plugin = pytest.importorskip("accelerate").utils.TorchDynamoPlugin(backend=backend)
-    if way == "argument":
-        Accelerator(cpu=True, dynamo_plugin=plugin, dynamo_backend=backend)
-    else:
-        Accelerator(cpu=True, kwargs_handlers=[plugin])
-
-
-@pytest.mark.parametrize("way", ["argument", "handler"])
-def test_a_plugin_that_asks_for_a_compiler_is_refused(way: str) -> None:
-    plugin = pytest.importorskip("accelerate").utils.TorchDynamoPlugin(backend="eager")
-    options: dict[str, Any] = {"dynamo_plugin": plugin} if way == "argument" else {"kwargs_handlers": [plugin]}
-    with pytest.raises(ConfigurationError, match="TorchDynamoPlugin"):
-        Accelerator(cpu=True, **options)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.communicators import EVERYWHERE, ranks_of
 from tests.ranks import RankPool, Ranks
-from tests.wires import EVERYWHERE, ranks_of
 
 
 @pytest.fixture(scope="session", params=EVERYWHERE, ids=lambda kind_and_size: "{}-{}".format(*kind_and_size))

@@ -1,7 +1,7 @@
 """The contract of every communicator, in one file run over all of them, and the manners of the in-process one.
 
 `ranks` decides which communicator a test meets: threads have the in-process one, processes that of a process group or
-one of `tests.wires`.
+one of `tests.communicators`.
 Values are small whole numbers, which every dtype here holds exactly, so that results are compared by equality.
 """
 
@@ -25,13 +25,13 @@ from gradsync.communicator import (
 )
 from gradsync.errors import ConfigurationError
 from gradsync.testing import run_ranks
+from tests.communicators import SIZED, WIRES, CommunicatorRanks
 from tests.ranks import RankPool, Ranks, ThreadRanks
-from tests.wires import SIZED, WIRES, WireRanks
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_every_wire_is_tried() -> None:
+def test_every_communicator_is_tried() -> None:
     assert {name for name, _ in SIZED} == {*WIRES, "threads", "processes"}
 
 
@@ -52,25 +52,25 @@ def patterns(world_size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def introduce() -> dict[str, Any]:
-    wire = choose_communicator()
-    memory = wire.allocate(5, torch.bfloat16, wire.device)
+    communicator = choose_communicator()
+    memory = communicator.allocate(5, torch.bfloat16, communicator.device)
     return {
-        "type": type(wire).__name__,
-        "name": repr(wire),
-        "keeps the protocol": isinstance(wire, Communicator),
-        "rank": wire.rank,
-        "world size": wire.world_size,
-        "device": wire.device,
-        "averages": wire.averages(wire.device),
+        "type": type(communicator).__name__,
+        "name": repr(communicator),
+        "keeps the protocol": isinstance(communicator, Communicator),
+        "rank": communicator.rank,
+        "world size": communicator.world_size,
+        "device": communicator.device,
+        "averages": communicator.averages(communicator.device),
         "memory": memory,
-        "handle": isinstance(wire.all_reduce(torch.zeros(1)), Handle),
+        "handle": isinstance(communicator.all_reduce(torch.zeros(1)), Handle),
     }
 
 
 def test_it_says_who_it_is(ranks: Ranks) -> None:
     expected = InProcessCommunicator if isinstance(ranks, ThreadRanks) else ProcessGroupCommunicator
     for rank, said in enumerate(ranks.run(introduce)):
-        assert (said["type"] == expected.__name__) == (not isinstance(ranks, WireRanks))
+        assert (said["type"] == expected.__name__) == (not isinstance(ranks, CommunicatorRanks))
         assert f"rank {rank} of {ranks.world_size}" in said["name"]
         assert said["keeps the protocol"]
         assert said["handle"]
@@ -83,11 +83,11 @@ def test_it_says_who_it_is(ranks: Ranks) -> None:
 
 
 def allocate_where_there_is_no_device() -> float:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     with pytest.raises((AssertionError, RuntimeError)):
-        wire.allocate(5, torch.float32, torch.device("cuda", 99))
-    total = wire.allocate(1 << 17, torch.float32, wire.device).add_(1.0)
-    wire.all_reduce(total).wait()
+        communicator.allocate(5, torch.float32, torch.device("cuda", 99))
+    total = communicator.allocate(1 << 17, torch.float32, communicator.device).add_(1.0)
+    communicator.all_reduce(total).wait()
     return float(total.max())
 
 
@@ -99,9 +99,9 @@ def test_an_allocation_that_is_refused_breaks_nothing(ranks: Ranks) -> None:
 
 
 def all_reduce(op: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    wire = choose_communicator()
-    tensor = pattern(wire.rank, numel, dtype)
-    assert wire.all_reduce(tensor, op).wait() in (None, True)  # type: ignore[arg-type, func-returns-value]
+    communicator = choose_communicator()
+    tensor = pattern(communicator.rank, numel, dtype)
+    assert communicator.all_reduce(tensor, op).wait() in (None, True)  # type: ignore[arg-type, func-returns-value]
     return tensor
 
 
@@ -132,11 +132,11 @@ def test_all_reduce_average(ranks: Ranks, dtype: torch.dtype) -> None:
 
 
 def sum_of_noise(dtype: torch.dtype) -> torch.Tensor:
-    wire = choose_communicator()
-    generator = torch.Generator().manual_seed(wire.rank)
+    communicator = choose_communicator()
+    generator = torch.Generator().manual_seed(communicator.rank)
     # Of very different sizes, so that every order of summation rounds differently.
     tensor = (torch.randn(5000, generator=generator, dtype=torch.float64).exp() ** 3).to(dtype)
-    wire.all_reduce(tensor).wait()
+    communicator.all_reduce(tensor).wait()
     return tensor
 
 
@@ -148,9 +148,9 @@ def test_all_ranks_get_the_same_bits(ranks: Ranks, dtype: torch.dtype) -> None:
 
 
 def broadcast(source: int, dtype: torch.dtype) -> torch.Tensor:
-    wire = choose_communicator()
-    tensor = pattern(wire.rank, 30, dtype)
-    wire.broadcast(tensor, source).wait()
+    communicator = choose_communicator()
+    tensor = pattern(communicator.rank, 30, dtype)
+    communicator.broadcast(tensor, source).wait()
     return tensor
 
 
@@ -163,18 +163,18 @@ def test_broadcast_copies_the_source(ranks: Ranks, dtype: torch.dtype) -> None:
 
 def several_in_flight(count: int) -> list[torch.Tensor]:
     """All kinds, started one after the other and only then waited for, in that order."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     tensors, handles = [], []
     for number in range(count):
-        tensor = pattern(wire.rank + number, 10 * wire.world_size, torch.float64)
+        tensor = pattern(communicator.rank + number, 10 * communicator.world_size, torch.float64)
         output = torch.zeros(10, dtype=torch.float64)
-        gathered = torch.zeros(10 * wire.world_size**2, dtype=torch.float64)
+        gathered = torch.zeros(10 * communicator.world_size**2, dtype=torch.float64)
         scattered = tensor.clone()
         sent = tensor.clone()
         handles += [
-            wire.reduce_scatter(output, scattered),
-            wire.all_gather(gathered, sent),
-            wire.all_reduce(tensor),
+            communicator.reduce_scatter(output, scattered),
+            communicator.all_gather(gathered, sent),
+            communicator.all_reduce(tensor),
         ]
         tensors += [output, gathered, tensor]
     for handle in handles:
@@ -194,11 +194,11 @@ def test_several_may_be_in_flight(ranks: Ranks) -> None:
 
 
 def reduce_a_part() -> torch.Tensor:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     whole = torch.zeros(9, dtype=torch.float64)
     part = whole[3:6]
     part.fill_(1.0)
-    wire.all_reduce(part).wait()
+    communicator.all_reduce(part).wait()
     return whole
 
 
@@ -237,10 +237,10 @@ def broadcast_in_a_subgroup() -> tuple[int, int]:
     group = dist.new_group(members)
     if dist.get_rank() == 0:
         return -1, -1
-    wire = choose_communicator(group)
+    communicator = choose_communicator(group)
     tensor = torch.tensor([dist.get_rank()])
-    wire.broadcast(tensor, 0).wait()
-    return wire.rank, int(tensor)
+    communicator.broadcast(tensor, 0).wait()
+    return communicator.rank, int(tensor)
 
 
 def test_ranks_and_sources_are_counted_within_the_group(process_ranks: RankPool) -> None:
@@ -283,17 +283,17 @@ def meet(world: InProcessWorld, *functions: Callable[[InProcessCommunicator], ob
     return [each.exception() for each in ran]
 
 
-def reduce_three(wire: InProcessCommunicator) -> None:
-    wire.all_reduce(torch.ones(3)).wait()
+def reduce_three(communicator: InProcessCommunicator) -> None:
+    communicator.all_reduce(torch.ones(3)).wait()
 
 
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (lambda wire: wire.all_reduce(torch.ones(4)).wait(), "4 × torch.float32"),
-        (lambda wire: wire.all_reduce(torch.ones(3).double()).wait(), "3 × torch.float64"),
-        (lambda wire: wire.all_reduce(torch.ones(3), "max").wait(), "all_reduce max"),
-        (lambda wire: wire.broadcast(torch.ones(3), 0).wait(), "broadcast from 0"),
+        (lambda communicator: communicator.all_reduce(torch.ones(4)).wait(), "4 × torch.float32"),
+        (lambda communicator: communicator.all_reduce(torch.ones(3).double()).wait(), "3 × torch.float64"),
+        (lambda communicator: communicator.all_reduce(torch.ones(3), "max").wait(), "all_reduce max"),
+        (lambda communicator: communicator.broadcast(torch.ones(3), 0).wait(), "broadcast from 0"),
     ],
     ids=["size", "dtype", "operation", "collective"],
 )
@@ -310,13 +310,13 @@ def test_different_collectives_are_a_mismatch_on_all_ranks(
 def test_a_failed_rank_is_named_to_those_that_wait_and_to_those_that_come_later() -> None:
     world = InProcessWorld(3)
 
-    def fail(wire: InProcessCommunicator) -> None:
-        world.fail(wire.rank, ValueError("no luck"))
+    def fail(communicator: InProcessCommunicator) -> None:
+        world.fail(communicator.rank, ValueError("no luck"))
 
-    def wait_twice(wire: InProcessCommunicator) -> None:
+    def wait_twice(communicator: InProcessCommunicator) -> None:
         with pytest.raises(gradsync.PeerFailedError):
-            reduce_three(wire)
-        reduce_three(wire)
+            reduce_three(communicator)
+        reduce_three(communicator)
 
     raised = meet(world, reduce_three, fail, wait_twice)
     assert raised[1] is None
@@ -328,9 +328,9 @@ def test_a_failed_rank_is_named_to_those_that_wait_and_to_those_that_come_later(
 def test_a_result_that_is_there_outlives_a_failure() -> None:
     """Everybody came, so the collective is good, whatever happens afterwards."""
     world = InProcessWorld(2)
-    wires = [world.communicator(rank) for rank in range(2)]
+    communicators = [world.communicator(rank) for rank in range(2)]
     tensors = [torch.ones(2), torch.ones(2)]
-    handles = [wire.all_reduce(tensor) for wire, tensor in zip(wires, tensors, strict=True)]
+    handles = [communicator.all_reduce(tensor) for communicator, tensor in zip(communicators, tensors, strict=True)]
     world.fail(1, ValueError("too late"))
     for handle in handles:
         handle.wait()
@@ -350,12 +350,12 @@ def test_a_rank_is_one_of_the_world(rank: int) -> None:
 
 
 def many_rounds() -> int:
-    wire = choose_communicator()
-    assert isinstance(wire, InProcessCommunicator)
+    communicator = choose_communicator()
+    assert isinstance(communicator, InProcessCommunicator)
     for _ in range(50):
-        wire.all_reduce(torch.ones(1)).wait()
-    wire.all_reduce(torch.ones(1)).wait()
-    return len(wire.world._rounds)
+        communicator.all_reduce(torch.ones(1)).wait()
+    communicator.all_reduce(torch.ones(1)).wait()
+    return len(communicator.world._rounds)
 
 
 def test_rounds_do_not_pile_up() -> None:

@@ -26,9 +26,9 @@ from gradsync.communicator.round_robin import RoundRobinCommunicator
 from gradsync.communicator.topology import HOST_VARIABLE, HostLayout, find_topology
 from gradsync.errors import ConfigurationError, PeerFailedError
 from gradsync.testing import run_ranks
+from tests.communicators import communicator_called
 from tests.laws import costly
 from tests.ranks import RankPool, pool_of
-from tests.wires import wire_called
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -45,26 +45,26 @@ def noise(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(numel, generator=generator, dtype=torch.float64).exp() ** 3).to(dtype)
 
 
-def perform(wire: Communicator, calls: list[Call]) -> list[torch.Tensor]:
-    """Start all of them, then wait. Every other one in memory of the wire's own, as buckets are."""
+def perform(communicator: Communicator, calls: list[Call]) -> list[torch.Tensor]:
+    """Start all of them, then wait. Every other one in memory of the communicator's own, as buckets are."""
     results, handles = [], []
     for number, (kind, numel, dtype, source) in enumerate(calls):
-        tensor = noise(wire.rank, numel * wire.world_size if kind == "reduce_scatter" else numel, dtype)
+        tensor = noise(communicator.rank, numel * communicator.world_size if kind == "reduce_scatter" else numel, dtype)
         if number % 2:
-            tensor = wire.allocate(tensor.numel(), dtype, torch.device("cpu")).copy_(tensor)
+            tensor = communicator.allocate(tensor.numel(), dtype, torch.device("cpu")).copy_(tensor)
         result = tensor
         if kind == "all_gather":
-            result = torch.zeros(numel * wire.world_size, dtype=dtype)
+            result = torch.zeros(numel * communicator.world_size, dtype=dtype)
             if number % 2:
-                result = wire.allocate(result.numel(), dtype, torch.device("cpu"))
-            handles.append(wire.all_gather(result, tensor))
+                result = communicator.allocate(result.numel(), dtype, torch.device("cpu"))
+            handles.append(communicator.all_gather(result, tensor))
         elif kind == "reduce_scatter":
             result = torch.zeros(numel, dtype=dtype)
-            handles.append(wire.reduce_scatter(result, tensor))
+            handles.append(communicator.reduce_scatter(result, tensor))
         elif kind == "broadcast":
-            handles.append(wire.broadcast(tensor, source % wire.world_size))
+            handles.append(communicator.broadcast(tensor, source % communicator.world_size))
         else:
-            handles.append(wire.all_reduce(tensor, kind))  # type: ignore[arg-type]
+            handles.append(communicator.all_reduce(tensor, kind))  # type: ignore[arg-type]
         results.append(result)
     for handle in handles:
         handle.wait()
@@ -111,7 +111,7 @@ def test_an_exchange_has_the_bits_of_threads(
 
 
 def perform_in_shared_memory(calls: list[Call]) -> list[torch.Tensor]:
-    return [result.clone() for result in perform(wire_called("shared-memory"), calls)]
+    return [result.clone() for result in perform(communicator_called("shared-memory"), calls)]
 
 
 # Beside those: more than a stage holds, and more than a block.
@@ -130,9 +130,9 @@ def test_shared_memory_has_the_bits_of_threads(process_ranks: RankPool, calls: l
 
 
 def chunks_of_one_element() -> torch.Tensor:
-    wire = PeerExchangeCommunicator(dist.distributed_c10d._get_default_group(), part_bytes=1, in_flight=1)
+    communicator = PeerExchangeCommunicator(dist.distributed_c10d._get_default_group(), part_bytes=1, in_flight=1)
     output = torch.zeros(11)
-    wire.reduce_scatter(output, noise(wire.rank, 11 * wire.world_size, torch.float32)).wait()
+    communicator.reduce_scatter(output, noise(communicator.rank, 11 * communicator.world_size, torch.float32)).wait()
     return output
 
 
@@ -146,14 +146,14 @@ def test_a_chunk_holds_at_least_an_element(process_ranks: RankPool) -> None:
 
 def odd_shapes() -> list[torch.Tensor]:
     """A number, a tensor with gaps, and one whose memory is in another order."""
-    wire = PeerExchangeCommunicator(dist.distributed_c10d._get_default_group())
+    communicator = PeerExchangeCommunicator(dist.distributed_c10d._get_default_group())
     tensors = [
         torch.tensor(3.0),
         torch.arange(24.0).view(4, 6)[:, ::2],
         torch.arange(30.0).view(5, 6).t(),
         torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
     ]
-    for handle in [wire.all_reduce(tensor) for tensor in tensors]:
+    for handle in [communicator.all_reduce(tensor) for tensor in tensors]:
         handle.wait()
     return tensors
 
@@ -171,16 +171,16 @@ def assert_true(value: bool) -> None:
 
 
 def cross_waits() -> list[bool]:
-    """Two wires over one group that run in opposite orders, are waited for so, and messages of the user's between."""
+    """Two communicators over one group run in opposite orders, and are waited for so; the user sends between them."""
     group: Any = dist.distributed_c10d._get_default_group()
-    wires = [PeerExchangeCommunicator(group), PeerExchangeCommunicator(group, part_bytes=10_000)]
-    # What is started first on the wire that is held up meets, on the other rank, the other wire's.
+    communicators = [PeerExchangeCommunicator(group), PeerExchangeCommunicator(group, part_bytes=10_000)]
+    # What is started first on the wire that is held up meets, on the other rank, the other communicator's.
     held = threading.Event()
-    wires[group.rank()]._queue.start(lambda: assert_true(held.wait(10)))
+    communicators[group.rank()]._queue.start(lambda: assert_true(held.wait(10)))
     threading.Timer(0.2, held.set).start()
     tensors = [torch.full((40_000,), float(number)) for number in range(4)]
     mine, other = torch.tensor([float(group.rank())]), torch.zeros(1)
-    handles = [wires[number % 2].all_reduce(tensor) for number, tensor in enumerate(tensors)]
+    handles = [communicators[number % 2].all_reduce(tensor) for number, tensor in enumerate(tensors)]
     peer = 1 - group.rank()
     sent, received = dist.isend(mine, peer), dist.irecv(other, peer)
     for number in (0, 1, 2, 3) if group.rank() == 0 else (3, 2, 1, 0):
@@ -192,7 +192,7 @@ def cross_waits() -> list[bool]:
     return [bool((tensor == 2 * number).all()) for number, tensor in enumerate(tensors)] + [float(other) == peer]
 
 
-def test_wires_over_one_group_do_not_mix() -> None:
+def test_communicators_over_one_group_do_not_mix() -> None:
     assert pool_of(2).run(cross_waits) == [[True] * 5] * 2
 
 
@@ -217,19 +217,27 @@ def over_hosts(hosts: tuple[tuple[int, ...], ...], leaders: int | None) -> dict[
 
 def perform_over_hosts(hosts: tuple[tuple[int, ...], ...], leaders: int | None) -> dict[str, Any]:
     """Whole numbers: every result is one that is known. Noise: the same bits on all ranks."""
-    wire = HierarchicalCommunicator.over(
+    communicator = HierarchicalCommunicator.over(
         dist.distributed_c10d._get_default_group(), topology=HostLayout(hosts=hosts), leaders=leaders
     )
-    n, numel = wire.world_size, 9001
+    n, numel = communicator.world_size, 9001
     values = [torch.arange(numel) % 5 + rank for rank in range(n)]
-    total, largest = values[wire.rank].clone(), values[wire.rank].clone()
-    mean, noisy = values[wire.rank].double(), noise(wire.rank, numel, torch.float32)
-    given = [values[wire.rank].clone() for _ in range(n)]
+    total, largest = values[communicator.rank].clone(), values[communicator.rank].clone()
+    mean, noisy = values[communicator.rank].double(), noise(communicator.rank, numel, torch.float32)
+    given = [values[communicator.rank].clone() for _ in range(n)]
     gathered, scattered = torch.zeros(n * numel, dtype=torch.int64), torch.zeros(numel, dtype=torch.int64)
-    handles = [wire.all_reduce(total), wire.all_reduce(largest, "max"), wire.all_reduce(mean, "average")]
-    handles += [wire.broadcast(tensor, source) for source, tensor in enumerate(given)]
-    handles += [wire.all_gather(gathered, values[wire.rank]), wire.all_reduce(noisy)]
-    handles += [wire.reduce_scatter(scattered, torch.cat([values[wire.rank] * (share + 1) for share in range(n)]))]
+    handles = [
+        communicator.all_reduce(total),
+        communicator.all_reduce(largest, "max"),
+        communicator.all_reduce(mean, "average"),
+    ]
+    handles += [communicator.broadcast(tensor, source) for source, tensor in enumerate(given)]
+    handles += [communicator.all_gather(gathered, values[communicator.rank]), communicator.all_reduce(noisy)]
+    handles += [
+        communicator.reduce_scatter(
+            scattered, torch.cat([values[communicator.rank] * (share + 1) for share in range(n)])
+        )
+    ]
     for handle in handles:
         handle.wait()
     expected = torch.stack(values).sum(0)
@@ -239,7 +247,7 @@ def perform_over_hosts(hosts: tuple[tuple[int, ...], ...], leaders: int | None) 
         "average": torch.equal(mean, expected.double() / n),
         "broadcast": all(torch.equal(tensor, value) for tensor, value in zip(given, values, strict=True)),
         "all_gather": torch.equal(gathered, torch.cat(values)),
-        "reduce_scatter": torch.equal(scattered, expected * (wire.rank + 1)),
+        "reduce_scatter": torch.equal(scattered, expected * (communicator.rank + 1)),
         "noise": noisy,
     }
 
@@ -258,9 +266,9 @@ def hosts_in_a_subgroup() -> list[float]:
     sums = []
     if dist.get_rank() > 0:
         for _ in range(2):
-            wire = HierarchicalCommunicator.over(group, topology=HostLayout(hosts=((0, 1), (2,))))
+            communicator = HierarchicalCommunicator.over(group, topology=HostLayout(hosts=((0, 1), (2,))))
             tensor = torch.full((5000,), float(dist.get_rank()))
-            wire.all_reduce(tensor).wait()
+            communicator.all_reduce(tensor).wait()
             sums.append(float(tensor.unique()))
         turns = RoundRobinCommunicator.over(group, 2)
         tensor = torch.ones(1)
@@ -274,12 +282,12 @@ def test_groups_are_made_of_a_part_of_the_world() -> None:
 
 
 def topologies() -> list[HostLayout]:
-    wire = ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
+    communicator = ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(HOST_VARIABLE, raising=False)
-        found = [find_topology(wire)]
-        patch.setenv(HOST_VARIABLE, "odd" if wire.rank % 2 else "even")
-        return [*found, find_topology(wire)]
+        found = [find_topology(communicator)]
+        patch.setenv(HOST_VARIABLE, "odd" if communicator.rank % 2 else "even")
+        return [*found, find_topology(communicator)]
 
 
 def test_the_topology_is_found() -> None:
@@ -293,13 +301,13 @@ def test_the_topology_is_found() -> None:
 
 
 def test_collectives_take_turns() -> None:
-    wires = [InProcessWorld(1).communicator(0) for _ in range(3)]
-    wire = RoundRobinCommunicator(wires)
+    communicators = [InProcessWorld(1).communicator(0) for _ in range(3)]
+    communicator = RoundRobinCommunicator(communicators)
     for _ in range(2):
-        wire.all_reduce(torch.ones(1)).wait()
-        wire.all_gather(torch.ones(1), torch.ones(1)).wait()
-    assert [each._order.count for each in wires] == [2, 1, 1]
-    assert wire.allocate(3, torch.int32, torch.device("cpu")).tolist() == [0, 0, 0]
+        communicator.all_reduce(torch.ones(1)).wait()
+        communicator.all_gather(torch.ones(1), torch.ones(1)).wait()
+    assert [each._order.count for each in communicators] == [2, 1, 1]
+    assert communicator.allocate(3, torch.int32, torch.device("cpu")).tolist() == [0, 0, 0]
 
 
 # -- failures --------------------------------------------------------------------------------------------------------
@@ -310,10 +318,10 @@ def come_late() -> tuple[str, str]:
     group = dist.new_group(timeout=timedelta(seconds=0.3))
     said = ["", ""]
     if dist.get_rank() == 0:
-        wire = PeerExchangeCommunicator(group)
+        communicator = PeerExchangeCommunicator(group)
         for attempt in range(2):
             with pytest.raises(PeerFailedError) as raised:
-                wire.all_reduce(torch.ones(3)).wait()
+                communicator.all_reduce(torch.ones(3)).wait()
             said[attempt] = str(raised.value)
     dist.barrier()
     return said[0], said[1]
@@ -330,18 +338,20 @@ def test_who_does_not_answer_is_named() -> None:
 
 def refused() -> list[str]:
     group = dist.distributed_c10d._get_default_group()
-    wire = PeerExchangeCommunicator(group)
+    communicator = PeerExchangeCommunicator(group)
     attempts = [
         lambda: PeerExchangeCommunicator(group, part_bytes=0),
         lambda: PeerExchangeCommunicator(group, in_flight=0),
         lambda: RoundRobinCommunicator.over(group, 0),
-        lambda: RoundRobinCommunicator([wire, InProcessWorld(1).communicator(0)]),
+        lambda: RoundRobinCommunicator([communicator, InProcessWorld(1).communicator(0)]),
         lambda: HierarchicalCommunicator.over(group, topology=HostLayout(hosts=((0, 1),)), leaders=3),
         lambda: HierarchicalCommunicator.over(group, topology=HostLayout(hosts=((0,),))),
-        lambda: HierarchicalCommunicator(wire, None, HostLayout(hosts=((0,), (1,))), rank=wire.rank),
-        lambda: HierarchicalCommunicator(wire, wire, HostLayout(hosts=((0, 1),)), rank=wire.rank),
+        lambda: HierarchicalCommunicator(communicator, None, HostLayout(hosts=((0,), (1,))), rank=communicator.rank),
         lambda: HierarchicalCommunicator(
-            InProcessWorld(1).communicator(0), None, HostLayout(hosts=((0,), (1,))), rank=wire.rank
+            communicator, communicator, HostLayout(hosts=((0, 1),)), rank=communicator.rank
+        ),
+        lambda: HierarchicalCommunicator(
+            InProcessWorld(1).communicator(0), None, HostLayout(hosts=((0,), (1,))), rank=communicator.rank
         ),
     ]
     said = []

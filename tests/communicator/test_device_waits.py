@@ -49,11 +49,11 @@ def begun() -> Outstanding:
 
 
 def guarded(timeout: float = math.inf) -> tuple[Guards, Any]:
-    wire = InProcessWorld(1).communicator(0)
-    guards = Guards(wire, timeout)
-    guards.add(wire, str, lambda number, message: None)
-    wire.state.outstanding = begun()
-    return guards, wire
+    communicator = InProcessWorld(1).communicator(0)
+    guards = Guards(communicator, timeout)
+    guards.add(communicator, str, lambda number, message: None)
+    communicator.state.outstanding = begun()
+    return guards, communicator
 
 
 def test_the_oldest_is_the_first_that_has_not_ended() -> None:
@@ -123,12 +123,12 @@ def test_threads_that_add_and_look_lose_nothing() -> None:
 
 
 def test_a_wait_on_a_device_is_one_that_others_hear_of() -> None:
-    guards, wire = guarded()
+    guards, communicator = guarded()
     sampler = Sampler(lambda: guards.states)
     now = time.monotonic()
     assert sampler.sample(now).waits == ()
     work = started(12, now - 2.0)
-    wire.state.outstanding.add(work)
+    communicator.state.outstanding.add(work)
     (wait,) = sampler.sample(now).waits
     assert (wait.communicator, wait.place, wait.seconds) == (0, 12, 2.0)
     assert wait.what == "collective 12 (all_reduce sum of 3 × torch.float32)"
@@ -138,9 +138,9 @@ def test_a_wait_on_a_device_is_one_that_others_hear_of() -> None:
 
 def test_a_stopped_rank_is_found_by_those_whose_devices_wait() -> None:
     """As on the CPU: its silence alone harms nobody, and a wait of a second makes it worth a word."""
-    guards, wire = guarded()
+    guards, communicator = guarded()
     now = time.monotonic()
-    wire.state.outstanding.add(started(13, now - 2.0))
+    communicator.state.outstanding.add(started(13, now - 2.0))
     detector = judge_of(stands(12), stands(12), stands(12), now=now - 6.0)
     detector.update(2, stands(13), now)
     assert detector.suspects(now) == []
@@ -150,7 +150,7 @@ def test_a_stopped_rank_is_found_by_those_whose_devices_wait() -> None:
 
 
 def test_who_waits_on_a_device_for_a_lost_rank_is_stranded() -> None:
-    guards, wire = guarded()
+    guards, communicator = guarded()
     now = time.monotonic()
     killed = ExitRecord(member=1, left=False, words="was killed", at=0.0, status=stands(12))
     left = ExitRecord(member=1, left=True, words="has ended its script", at=0.0, status=stands(12))
@@ -160,7 +160,7 @@ def test_who_waits_on_a_device_for_a_lost_rank_is_stranded() -> None:
 
     assert not stranded(killed, 60.0), "the device has nothing to do for which it would need the others"
     served = started(12, now - 1.0)
-    wire.state.outstanding.add(served)
+    communicator.state.outstanding.add(served)
     assert not stranded(killed, 0.5 * GRACE_SECONDS)
     assert stranded(killed, 2 * GRACE_SECONDS)
     # What it had started may be under way: its device goes on for a moment.
@@ -169,36 +169,36 @@ def test_who_waits_on_a_device_for_a_lost_rank_is_stranded() -> None:
     served.outcome.set_result(COMM_ERROR)
     assert stranded(killed, 0.0)
     assert stranded(left, 0.0)
-    wire.state.outstanding = begun()
-    wire.state.outstanding.add(started(13, now - 1.0))
+    communicator.state.outstanding = begun()
+    communicator.state.outstanding.add(started(13, now - 1.0))
     assert stranded(left, 2 * LEFT_SECONDS)
-    wire._fail(CommunicatorLostError("it is known"))
+    communicator._fail(CommunicatorLostError("it is known"))
     assert not stranded(killed, 60.0)
 
 
 def test_when_a_device_has_waited_for_too_long() -> None:
-    guards, wire = guarded(20.0)
+    guards, communicator = guarded(20.0)
     assert guards.deadline() == math.inf
-    wire.state.outstanding.add(started(12, 100.0))
-    wire.state.outstanding.add(started(13, 101.0))
+    communicator.state.outstanding.add(started(12, 100.0))
+    communicator.state.outstanding.add(started(13, 101.0))
     assert guards.deadline() == 120.0
     assert guards.overdue(119.9) == []
     ((number, overdue),) = guards.overdue(120.5)
     assert (number, overdue.started_at) == (0, 100.0)
     assert "collective 12" in overdue.describe()
-    wire._fail(CommunicatorLostError("it is known"))
+    communicator._fail(CommunicatorLostError("it is known"))
     assert guards.deadline() == math.inf
 
 
 def test_what_cannot_end_is_not_started_on_a_device() -> None:
     """Of a rank that left, only what it has not started; of one that was killed nobody knows what it has."""
-    guards, wire = guarded()
+    guards, communicator = guarded()
     guards.refuse_new(ExitRecord(member=1, left=True, words="left", at=0.0, status=stands(12)), "rank 1 left")
-    assert (wire.state.lost_rank, wire.state.lost_after) == ("rank 1 left", 12)
+    assert (communicator.state.lost_rank, communicator.state.lost_after) == ("rank 1 left", 12)
     guards.refuse_new(ExitRecord(member=2, left=True, words="left", at=0.0, status=stands(14)), "rank 2 left")
-    assert (wire.state.lost_rank, wire.state.lost_after) == ("rank 1 left", 12)
+    assert (communicator.state.lost_rank, communicator.state.lost_after) == ("rank 1 left", 12)
     guards.refuse_new(ExitRecord(member=3, left=False, words="gone", at=0.0, status=stands(14)), "rank 3 is gone")
-    assert (wire.state.lost_rank, wire.state.lost_after) == ("rank 3 is gone", 0)
+    assert (communicator.state.lost_rank, communicator.state.lost_after) == ("rank 3 is gone", 0)
 
 
 def test_the_watch_comes_before_torch() -> None:
@@ -217,15 +217,15 @@ def stop_one(timeout: float) -> tuple[str, float, bool]:
             line = hub.lines[1]
             engine = Engine(3)
             hub.agent.sampler.add(engine)
-            wire = ProcessGroupCommunicator(hub.group)
-            hub.agent.guard(wire)
+            communicator = ProcessGroupCommunicator(hub.group)
+            hub.agent.guard(communicator)
             began = time.monotonic()
-            wire.state.outstanding = begun()
-            wire.state.outstanding.add(started(12, began))
-            assert eventually(lambda: wire.failure is not None)
+            communicator.state.outstanding = begun()
+            communicator.state.outstanding.add(started(12, began))
+            assert eventually(lambda: communicator.failure is not None)
             seconds = time.monotonic() - began
             line.close()
-            return str(wire.failure), seconds, hub.agent._thread.is_alive()
+            return str(communicator.failure), seconds, hub.agent._thread.is_alive()
     finally:
         judge_module.SLOW_SECONDS = 5.0
 
@@ -244,8 +244,8 @@ def hear_of_what_was_given_up() -> tuple[str, str, list[Any]]:
     with Hub() as hub:
         line = hub.lines[1]
         on_device, on_host, own = (InProcessWorld(1).communicator(0) for _ in range(3))
-        for wire in (on_device, on_host, own):
-            hub.agent.guard(wire)
+        for communicator in (on_device, on_host, own):
+            hub.agent.guard(communicator)
         on_device.state.outstanding = begun()
         for number, words in ((7, "there is none"), (1, "rank 1 is out of luck"), (0, "rank 1 is out of luck")):
             line.send({"given_up": number, "words": words})
@@ -294,7 +294,7 @@ class _Work:
 def list_collectives(tells: bool) -> tuple[list[int], bool, list[str]]:
     """Tensors without values stand in for those of a device."""
     group: Any = dist.new_group([dist.get_rank()])
-    wire = ProcessGroupCommunicator(group)
+    communicator = ProcessGroupCommunicator(group)
     tensor = torch.empty(3, device="meta")
     works: list[_Work] = []
 
@@ -303,16 +303,16 @@ def list_collectives(tells: bool) -> tuple[list[int], bool, list[str]]:
         return DeviceWork(works[-1], [tensor])
 
     def start() -> Any:
-        return wire._start(Collective(wire, "all_reduce", "sum", 3, torch.float32), tensor, begin)
+        return communicator._start(Collective(communicator, "all_reduce", "sum", 3, torch.float32), tensor, begin)
 
     handles = [start()]
-    assert wire.state.outstanding is None, "nobody watches"
-    wire.state.complete_message = str
+    assert communicator.state.outstanding is None, "nobody watches"
+    communicator.state.complete_message = str
     handles += [start() for _ in range(3)]
-    outstanding = wire.state.outstanding
+    outstanding = communicator.state.outstanding
     places = [] if outstanding is None else [each.place for each in outstanding._listed]
     # It has left, after the fifth.
-    wire.state.lost_rank, wire.state.lost_after = "rank 7 has left", 5
+    communicator.state.lost_rank, communicator.state.lost_after = "rank 7 has left", 5
     said = []
     for _ in range(3):
         try:
@@ -336,13 +336,18 @@ def test_collectives_on_devices_are_listed_where_the_backend_tells(tells: bool) 
 def go_on_after_a_stop() -> tuple[str, int]:
     """The process was stopped for longer than the timeout, and its thread of training runs before that of the watch."""
     group: Any = dist.new_group([dist.get_rank()])
-    wire = ProcessGroupCommunicator(group)
-    wire.state.complete_message, wire.state.device_timeout = lambda message: f"rank 7 is gone. {message}", 5.0
-    wire.state.outstanding = begun()
-    wire.state.outstanding.add(started(12, time.monotonic() - 20.0))
+    communicator = ProcessGroupCommunicator(group)
+    communicator.state.complete_message, communicator.state.device_timeout = (
+        lambda message: f"rank 7 is gone. {message}",
+        5.0,
+    )
+    communicator.state.outstanding = begun()
+    communicator.state.outstanding.add(started(12, time.monotonic() - 20.0))
     works: list[int] = []
     try:
-        wire._start(Collective(wire, "all_reduce", "sum", 3, torch.float32), torch.empty(3, device="meta"), works.pop)
+        communicator._start(
+            Collective(communicator, "all_reduce", "sum", 3, torch.float32), torch.empty(3, device="meta"), works.pop
+        )
         return "", len(works)
     except CommunicatorLostError as error:
         return str(error), len(works)

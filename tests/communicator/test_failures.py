@@ -1,6 +1,6 @@
-"""After the first failure a communicator stays broken, on every kind of wire, and says why; nobody gets a wrong result.
+"""After its first failure a communicator of any kind stays broken, and says why; nobody gets a wrong result.
 
-Ranks are real processes, and each test breaks a wire of its own, over a group that nobody else uses.
+Ranks are real processes, and each test breaks a communicator of its own, over a group that nobody else uses.
 """
 
 import contextlib
@@ -17,26 +17,26 @@ import torch.distributed as dist
 from gradsync.communicator import BaseCommunicator, Communicator, InProcessWorld, RoundRobinCommunicator
 from gradsync.errors import CommunicatorLostError, GradsyncError, MismatchError, PeerFailedError
 from tests.communicator.test_communicators import meet
+from tests.communicators import fresh_communicator
 from tests.ranks import pool_of
-from tests.wires import fresh_wire
 
 pytestmark = pytest.mark.timeout(120)
 
 NAMES = ["group", "peer-exchange", "shared-memory", "round-robin"]
-wires = pytest.mark.parametrize("name", NAMES)
-wires_and_hosts = pytest.mark.parametrize("name", [*NAMES, "hosts-1+1"])
+communicators = pytest.mark.parametrize("name", NAMES)
+communicators_and_hosts = pytest.mark.parametrize("name", [*NAMES, "hosts-1+1"])
 
-# Held so that a wire is not closed while others still look at it.
+# Held so that a communicator is not closed while others still look at it.
 _kept: list[Communicator] = []
 
 
-def wire_to_break(name: str, seconds: float = 30.0) -> Communicator:
-    wire = fresh_wire(name, seconds)
+def communicator_to_break(name: str, seconds: float = 30.0) -> Communicator:
+    communicator = fresh_communicator(name, seconds)
     tensor = torch.ones(3)
-    wire.all_reduce(tensor).wait()
-    assert tensor.tolist() == [wire.world_size] * 3
-    _kept.append(wire)
-    return wire
+    communicator.all_reduce(tensor).wait()
+    assert tensor.tolist() == [communicator.world_size] * 3
+    _kept.append(communicator)
+    return communicator
 
 
 def said_by(function: Callable[[], object], kind: type[BaseException] = CommunicatorLostError) -> str:
@@ -51,25 +51,25 @@ def said_by(function: Callable[[], object], kind: type[BaseException] = Communic
 def stay_away(name: str) -> dict[str, Any]:
     """Rank 1 comes when the others have given up, and finds nobody: an error, or all the same the right sum."""
     # Time enough to make the group, too.
-    wire = wire_to_break(name, 2.0)
+    communicator = communicator_to_break(name, 2.0)
     outcome: dict[str, Any] = {}
     tensors = [torch.ones(3), torch.ones(100_000)]
-    if wire.rank != 1:
-        handles = [wire.all_reduce(tensor) for tensor in tensors]
+    if communicator.rank != 1:
+        handles = [communicator.all_reduce(tensor) for tensor in tensors]
         outcome["first"] = said_by(handles[0].wait)
         outcome["again"] = said_by(handles[0].wait)
         outcome["other"] = said_by(handles[1].wait)
         outcome["done"] = [handle.done() for handle in handles]
         # Refused by the call itself: nothing is waited for.
-        outcome["start"] = said_by(lambda: wire.all_reduce(torch.ones(1)))
-        outcome["gather"] = said_by(lambda: wire.all_gather(torch.ones(wire.world_size), torch.ones(1)))
-        outcome["failure"] = str(wire.failure)
+        outcome["start"] = said_by(lambda: communicator.all_reduce(torch.ones(1)))
+        outcome["gather"] = said_by(lambda: communicator.all_gather(torch.ones(communicator.world_size), torch.ones(1)))
+        outcome["failure"] = str(communicator.failure)
     dist.barrier()
-    if wire.rank == 1:
+    if communicator.rank == 1:
         try:
             for tensor in tensors:
-                wire.all_reduce(tensor).wait()
-                assert tensor[0] == wire.world_size, "a wrong sum"
+                communicator.all_reduce(tensor).wait()
+                assert tensor[0] == communicator.world_size, "a wrong sum"
         except GradsyncError as error:
             outcome["late"] = str(error)
     dist.barrier()
@@ -81,7 +81,7 @@ def stay_away(name: str) -> dict[str, Any]:
     "name",
     [name if name in ("group", "shared-memory") else pytest.param(name, marks=pytest.mark.breadth) for name in NAMES],
 )
-def test_whoever_never_comes_breaks_the_wire_for_good(name: str, world_size: int) -> None:
+def test_whoever_never_comes_breaks_the_communicator_for_good(name: str, world_size: int) -> None:
     outcomes = pool_of(world_size).run(stay_away, name)
     for rank, outcome in enumerate(outcomes):
         if rank == 1:
@@ -98,25 +98,25 @@ def test_whoever_never_comes_breaks_the_wire_for_good(name: str, world_size: int
 
 def give_up(name: str, fast_enough: float = 20.0) -> dict[str, Any]:
     """The last rank gives up while the others wait for it."""
-    wire = wire_to_break(name)
-    last = wire.world_size - 1
+    communicator = communicator_to_break(name)
+    last = communicator.world_size - 1
     outcome: dict[str, Any] = {}
-    if wire.rank == last:
+    if communicator.rank == last:
         time.sleep(0.2)
         for _ in range(2):
-            wire.abort("the disk is full")
-        outcome["start"] = said_by(lambda: wire.all_reduce(torch.ones(3)))
-        outcome["failure"] = str(wire.failure)
+            communicator.abort("the disk is full")
+        outcome["start"] = said_by(lambda: communicator.all_reduce(torch.ones(3)))
+        outcome["failure"] = str(communicator.failure)
     else:
         began = time.monotonic()
-        outcome["told"] = said_by(lambda: wire.all_reduce(torch.ones(3)).wait())
+        outcome["told"] = said_by(lambda: communicator.all_reduce(torch.ones(3)).wait())
         assert time.monotonic() - began < fast_enough, "that was the timeout"
-        outcome["start"] = said_by(lambda: wire.all_reduce(torch.ones(3)))
+        outcome["start"] = said_by(lambda: communicator.all_reduce(torch.ones(3)))
     dist.barrier()
     return outcome
 
 
-@wires
+@communicators
 def test_a_rank_that_gives_up_is_not_waited_for(name: str) -> None:
     *others, last = pool_of(3).run(give_up, name)
     assert last["start"] == last["failure"] == "rank 2 has given its communicator up: the disk is full"
@@ -127,11 +127,11 @@ def test_a_rank_that_gives_up_is_not_waited_for(name: str) -> None:
 
 def give_up_while_waiting(name: str) -> str:
     """Another thread gives up what this one waits for. Nobody else ever comes."""
-    wire = wire_to_break(name)
+    communicator = communicator_to_break(name)
     said = ""
-    if wire.rank == 0:
-        handle = wire.all_reduce(torch.ones(100_000))
-        timer = threading.Timer(0.3, wire.abort, ["enough"])
+    if communicator.rank == 0:
+        handle = communicator.all_reduce(torch.ones(100_000))
+        timer = threading.Timer(0.3, communicator.abort, ["enough"])
         timer.start()
         said = said_by(handle.wait)
         timer.join()
@@ -139,34 +139,34 @@ def give_up_while_waiting(name: str) -> str:
     return said
 
 
-@wires
+@communicators
 def test_who_waits_here_learns_that_it_was_given_up(name: str) -> None:
     said, _ = pool_of(2).run(give_up_while_waiting, name)
     assert said == "rank 0 has given its communicator up: enough"
 
 
-# -- what is known beside the wire ------------------------------------------------------------------------------------
+# -- what is known beside the communicator ----------------------------------------------------------------------------
 
 
 def lose_while_waiting(name: str) -> tuple[str, str]:
-    """Somebody knows that the others are gone, and tells the wire that waits for them."""
-    wire = wire_to_break(name)
-    assert isinstance(wire, BaseCommunicator)
+    """Somebody knows that the others are gone, and tells the communicator that waits for them."""
+    communicator = communicator_to_break(name)
+    assert isinstance(communicator, BaseCommunicator)
     said = started = ""
-    if wire.rank == 0:
-        handle = wire.all_reduce(torch.ones(100_000))
-        timer = threading.Timer(0.3, wire.lose, ["rank 1 is gone"])
+    if communicator.rank == 0:
+        handle = communicator.all_reduce(torch.ones(100_000))
+        timer = threading.Timer(0.3, communicator.lose, ["rank 1 is gone"])
         timer.start()
         said = said_by(handle.wait)
         timer.join()
-        started = said_by(lambda: wire.all_reduce(torch.ones(1)))
-        assert not wire.state.waits
+        started = said_by(lambda: communicator.all_reduce(torch.ones(1)))
+        assert not communicator.state.waits
     dist.barrier()
     return said, started
 
 
-@wires_and_hosts
-def test_a_wire_that_is_lost_raises_the_message_it_was_given(name: str) -> None:
+@communicators_and_hosts
+def test_a_communicator_that_is_lost_raises_the_message_it_was_given(name: str) -> None:
     (said, started), _ = pool_of(2).run(lose_while_waiting, name)
     # Communicators in turn pass on what the one that had the turn says.
     assert said.endswith("rank 1 is gone")
@@ -175,27 +175,27 @@ def test_a_wire_that_is_lost_raises_the_message_it_was_given(name: str) -> None:
 
 
 def complete(name: str) -> tuple[str, str, int]:
-    """Rank 0 completes the message of a failure: it is asked once, when the wire fails for the first time."""
-    wire = wire_to_break(name)
-    assert isinstance(wire, BaseCommunicator)
+    """Rank 0 completes the message of a failure: it is asked once, when the communicator fails for the first time."""
+    communicator = communicator_to_break(name)
+    assert isinstance(communicator, BaseCommunicator)
     asked: list[str] = []
 
     def complete_message(message: str) -> str:
         asked.append(message)
         return f"rank 1 was killed. {message}"
 
-    wire.state.complete_message = complete_message if wire.rank == 0 else None
+    communicator.state.complete_message = complete_message if communicator.rank == 0 else None
     said = started = ""
-    if wire.rank == 0:
-        said = said_by(wire.all_reduce(torch.ones(3)).wait)
-        started = said_by(lambda: wire.all_reduce(torch.ones(3)))
+    if communicator.rank == 0:
+        said = said_by(communicator.all_reduce(torch.ones(3)).wait)
+        started = said_by(lambda: communicator.all_reduce(torch.ones(3)))
     else:
-        wire.abort("the disk is full")
+        communicator.abort("the disk is full")
     dist.barrier()
     return said, started, len(asked)
 
 
-@wires_and_hosts
+@communicators_and_hosts
 def test_the_message_of_a_failure_is_completed_once(name: str) -> None:
     (said, started, asked), _ = pool_of(2).run(complete, name)
     assert said.startswith("rank 1 was killed. ")
@@ -224,19 +224,19 @@ def interrupted(seconds: float = 0.2) -> Iterator[None]:
 
 
 def be_interrupted(name: str) -> dict[str, str]:
-    wire = wire_to_break(name)
+    communicator = communicator_to_break(name)
     outcome = {}
-    if wire.rank == 0:
-        handle = wire.all_reduce(torch.ones(3))
+    if communicator.rank == 0:
+        handle = communicator.all_reduce(torch.ones(3))
         with interrupted():
             outcome["first"] = said_by(handle.wait, KeyboardInterrupt)
-        outcome["start"] = said_by(lambda: wire.all_reduce(torch.ones(3)), GradsyncError)
-        outcome["failure"] = str(wire.failure)
+        outcome["start"] = said_by(lambda: communicator.all_reduce(torch.ones(3)), GradsyncError)
+        outcome["failure"] = str(communicator.failure)
     else:
         time.sleep(0.6)
         try:
             tensor = torch.ones(3)
-            wire.all_reduce(tensor).wait()
+            communicator.all_reduce(tensor).wait()
             assert tensor.tolist() == [2.0] * 3, "a wrong sum"
         except PeerFailedError as error:
             outcome["late"] = str(error)
@@ -244,8 +244,8 @@ def be_interrupted(name: str) -> dict[str, str]:
     return outcome
 
 
-@wires_and_hosts
-def test_an_interrupted_wait_breaks_the_wire(name: str) -> None:
+@communicators_and_hosts
+def test_an_interrupted_wait_breaks_the_communicator(name: str) -> None:
     outcome, _ = pool_of(2).run(be_interrupted, name)
     assert outcome["start"] == outcome["failure"]
     assert "rank 0 failed in collective 2 (all_reduce sum of 3 × torch.float32): KeyboardInterrupt" in outcome["start"]
@@ -255,30 +255,30 @@ def test_an_interrupted_wait_breaks_the_wire(name: str) -> None:
 
 
 def fail_in_a_stage(name: str, everybody: bool) -> dict[str, str]:
-    wire = wire_to_break(name)
+    communicator = communicator_to_break(name)
     tensor = torch.ones(3)
 
     def stage() -> Any:
-        if everybody or wire.rank == 1:
+        if everybody or communicator.rank == 1:
             raise ValueError("no luck")
-        return wire.all_reduce(tensor)
+        return communicator.all_reduce(tensor)
 
-    handle = wire.all_reduce(tensor).then(stage)
-    after = handle.then(lambda: wire.all_reduce(tensor))
-    fails = everybody or wire.rank == 1
+    handle = communicator.all_reduce(tensor).then(stage)
+    after = handle.then(lambda: communicator.all_reduce(tensor))
+    fails = everybody or communicator.rank == 1
     outcome = {
         "stage": said_by(handle.wait, ValueError if fails else PeerFailedError),
         "again": said_by(handle.wait, ValueError if fails else PeerFailedError),
         "after": said_by(after.wait, (ValueError, PeerFailedError)),  # type: ignore[arg-type]
-        "start": said_by(lambda: wire.all_reduce(tensor)),
+        "start": said_by(lambda: communicator.all_reduce(tensor)),
     }
     dist.barrier()
     return outcome
 
 
-@wires
+@communicators
 @pytest.mark.parametrize("everybody", [True, False])
-def test_a_stage_that_fails_breaks_the_wire_on_all_ranks(name: str, everybody: bool) -> None:
+def test_a_stage_that_fails_breaks_the_communicator_on_all_ranks(name: str, everybody: bool) -> None:
     for rank, outcome in enumerate(pool_of(2).run(fail_in_a_stage, name, everybody)):
         if everybody or rank == 1:
             assert outcome["stage"] == outcome["again"] == "no luck"
@@ -287,7 +287,7 @@ def test_a_stage_that_fails_breaks_the_wire_on_all_ranks(name: str, everybody: b
 
 
 def wait_in_a_stage_for_what_comes_later(name: str) -> str:
-    wire = wire_to_break(name)
+    communicator = communicator_to_break(name)
     tensor = torch.ones(3)
     later: list[Any] = []
     known = threading.Event()
@@ -296,15 +296,15 @@ def wait_in_a_stage_for_what_comes_later(name: str) -> str:
         known.wait(10)
         later[0].wait()
 
-    handle = wire.all_reduce(tensor).then(stage)
-    later.append(wire.all_reduce(torch.ones(2)))
+    handle = communicator.all_reduce(tensor).then(stage)
+    later.append(communicator.all_reduce(torch.ones(2)))
     known.set()
     said = said_by(handle.wait, GradsyncError)
     dist.barrier()
     return said
 
 
-@wires
+@communicators
 def test_a_stage_cannot_wait_for_what_comes_after_it(name: str) -> None:
     for said in pool_of(2).run(wait_in_a_stage_for_what_comes_later, name):
         assert "a stage waits for a collective that was started after the stage" in said
@@ -317,9 +317,9 @@ def share_a_failure() -> list[str]:
     """What is out of step is the group, not the object that says so."""
     from gradsync.communicator import PeerExchangeCommunicator, ProcessGroupCommunicator
 
-    wire = wire_to_break("group")
-    others = [ProcessGroupCommunicator(wire.group), PeerExchangeCommunicator(wire.group)]
-    wire.abort("no more")
+    communicator = communicator_to_break("group")
+    others = [ProcessGroupCommunicator(communicator.group), PeerExchangeCommunicator(communicator.group)]
+    communicator.abort("no more")
     said = [said_by(lambda other=other: other.all_reduce(torch.ones(1))) for other in others]  # type: ignore[misc]
     dist.barrier()
     return said
@@ -333,20 +333,20 @@ def test_communicators_over_one_group_fail_together() -> None:
 def test_threads_give_up_together() -> None:
     world = InProcessWorld(3)
 
-    def give_up(wire: Communicator) -> None:
-        wire.abort("no more")
-        wire.abort("again")
-        wire.all_reduce(torch.ones(3))
+    def give_up(communicator: Communicator) -> None:
+        communicator.abort("no more")
+        communicator.abort("again")
+        communicator.all_reduce(torch.ones(3))
 
-    def wait(wire: Communicator) -> None:
-        handle = wire.all_reduce(torch.ones(3))
+    def wait(communicator: Communicator) -> None:
+        handle = communicator.all_reduce(torch.ones(3))
         told = threading.Event()
         handle.when_done(told.set)
         said_by(handle.wait)
         assert handle.done()
         assert told.wait(10)
-        assert str(wire.failure) == "rank 1 has given its communicator up: no more"
-        wire.all_reduce(torch.ones(3)).wait()
+        assert str(communicator.failure) == "rank 1 has given its communicator up: no more"
+        communicator.all_reduce(torch.ones(3)).wait()
 
     for error in meet(world, wait, give_up, wait):  # type: ignore[arg-type]
         assert isinstance(error, PeerFailedError)
@@ -355,21 +355,21 @@ def test_threads_give_up_together() -> None:
 
 def test_a_timeout_sticks_to_a_thread() -> None:
     world = InProcessWorld(3, timeout=0.05)
-    wire = world.communicator(1)
-    said = said_by(wire.all_reduce(torch.ones(3)).wait)
+    communicator = world.communicator(1)
+    said = said_by(communicator.all_reduce(torch.ones(3)).wait)
     assert "rank 1 waited 0.05 s in collective 1 (all_reduce sum of 3 × torch.float32) for ranks [0, 2]" in said
-    assert said_by(lambda: wire.all_reduce(torch.ones(3))) == said
+    assert said_by(lambda: communicator.all_reduce(torch.ones(3))) == said
 
 
 def test_a_mismatch_of_threads_leaves_them_in_step() -> None:
-    def differ(wire: Communicator) -> None:
-        said_by(lambda: wire.all_reduce(torch.ones(3 + wire.rank)).wait(), MismatchError)
+    def differ(communicator: Communicator) -> None:
+        said_by(lambda: communicator.all_reduce(torch.ones(3 + communicator.rank)).wait(), MismatchError)
         output = torch.zeros(2)
-        counts = ([1, 1], [1, 1]) if wire.rank == 0 else ([2, 0], [0, 0])
-        said_by(lambda: wire.all_to_all(output, torch.ones(sum(counts[1])), *counts).wait(), MismatchError)
-        assert wire.failure is None
+        counts = ([1, 1], [1, 1]) if communicator.rank == 0 else ([2, 0], [0, 0])
+        said_by(lambda: communicator.all_to_all(output, torch.ones(sum(counts[1])), *counts).wait(), MismatchError)
+        assert communicator.failure is None
         tensor = torch.ones(2)
-        wire.all_reduce(tensor).wait()
+        communicator.all_reduce(tensor).wait()
         assert tensor.tolist() == [2.0, 2.0]
 
     assert meet(InProcessWorld(2), differ, differ) == [None, None]  # type: ignore[arg-type]
@@ -377,8 +377,8 @@ def test_a_mismatch_of_threads_leaves_them_in_step() -> None:
 
 def test_one_broken_turn_breaks_the_round() -> None:
     members = [InProcessWorld(1).communicator(0) for _ in range(2)]
-    wire = RoundRobinCommunicator(members)
-    assert wire.group is None
+    communicator = RoundRobinCommunicator(members)
+    assert communicator.group is None
     members[1].abort("no more")
-    assert said_by(lambda: wire.all_reduce(torch.ones(1))) == str(wire.failure)
-    assert "no more" in str(wire.failure)
+    assert said_by(lambda: communicator.all_reduce(torch.ones(1))) == str(communicator.failure)
+    assert "no more" in str(communicator.failure)

@@ -14,21 +14,21 @@ from gradsync import DistributedDataParallel, OverlappedOptimizer, ShardedOptimi
 from gradsync.communicator import Communicator, HierarchicalCommunicator, HostLayout, InProcessWorld
 from gradsync.errors import GradsyncError
 from tests.communicator.test_set_up import sums_up
+from tests.communicators import fresh_communicator
 from tests.ranks import pool_of
-from tests.wires import fresh_wire
 
 pytestmark = pytest.mark.timeout(120)
 
 NAMES = ["group", "peer-exchange", "shared-memory", "round-robin", "hosts-1+1"]
 
 
-def use(wire: Communicator, handle: Any) -> list[str]:
-    """What a child hears that uses the wire, and tries to take it down."""
+def use(communicator: Communicator, handle: Any) -> list[str]:
+    """What a child hears that uses the communicator, and tries to take it down."""
     said = []
     for call in (
-        lambda: wire.all_reduce(torch.ones(3)),
-        lambda: wire.all_gather(torch.ones(2), torch.ones(1)),
-        lambda: wire.allocate(100_000, torch.float32, torch.device("cpu")).sum(),
+        lambda: communicator.all_reduce(torch.ones(3)),
+        lambda: communicator.all_gather(torch.ones(2), torch.ones(1)),
+        lambda: communicator.allocate(100_000, torch.float32, torch.device("cpu")).sum(),
         handle.wait,
     ):
         try:
@@ -36,9 +36,9 @@ def use(wire: Communicator, handle: Any) -> list[str]:
             said.append("nothing")
         except GradsyncError as error:
             said.append(f"{type(error).__name__}: {error}")
-    wire.abort("the child wants no more")
-    if hasattr(wire, "close"):
-        wire.close()
+    communicator.abort("the child wants no more")
+    if hasattr(communicator, "close"):
+        communicator.close()
     return said
 
 
@@ -56,33 +56,33 @@ def answer_of_a_child(work: Callable[[], Any]) -> Any:
 
 def in_a_child(name: str) -> tuple[list[str], bool, bool]:
     """A child while a collective is under way here; what it hears, and what is left of it."""
-    wire = fresh_wire(name, 30.0)
-    assert sums_up(wire)
+    communicator = fresh_communicator(name, 30.0)
+    assert sums_up(communicator)
     tensor = torch.ones(3)
     # Rank 1 comes to it only when the child is gone.
-    handle = wire.all_reduce(tensor) if wire.rank == 0 else None
+    handle = communicator.all_reduce(tensor) if communicator.rank == 0 else None
 
     def work() -> list[str]:
-        nonlocal wire
-        said = use(wire, handle)
-        del wire
+        nonlocal communicator
+        said = use(communicator, handle)
+        del communicator
         gc.collect()
         return said
 
     said = []
-    if wire.rank == 0:
+    if communicator.rank == 0:
         said = answer_of_a_child(work)
     else:
         time.sleep(0.5)
-        handle = wire.all_reduce(tensor)
+        handle = communicator.all_reduce(tensor)
     assert handle is not None
     handle.wait()
-    return said, tensor.tolist() == [2.0] * 3, sums_up(wire)
+    return said, tensor.tolist() == [2.0] * 3, sums_up(communicator)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", NAMES)
-def test_a_child_uses_no_wire_and_breaks_none(name: str) -> None:
+def test_a_child_uses_no_communicator_and_breaks_none(name: str) -> None:
     (said, right, works), (_, others_right, others_work) = pool_of(2).run(in_a_child, name)
     assert right
     assert works
@@ -97,7 +97,7 @@ def test_a_child_uses_no_wire_and_breaks_none(name: str) -> None:
 
 def read_in_a_child(kind: str, flush: bool) -> list[str]:
     """What a child hears that is forked right after a step, and reads parameters."""
-    model = DistributedDataParallel(torch.nn.Linear(8, 8), communicator=fresh_wire("shared-memory", 30.0))
+    model = DistributedDataParallel(torch.nn.Linear(8, 8), communicator=fresh_communicator("shared-memory", 30.0))
     if kind == "sharded":
         optimizer: Any = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     else:
@@ -141,12 +141,12 @@ def test_a_child_that_reads_parameters_right_after_a_step_is_told_to_flush(kind:
     assert pool_of(2).run(read_in_a_child, kind, True) == [[""] * 4] * 2
 
 
-def test_inner_wires_are_forsaken_with_the_outer_one_but_not_a_rank_that_is_alone() -> None:
+def test_inner_communicators_are_forsaken_with_the_outer_one_but_not_a_rank_that_is_alone() -> None:
     inside, between = InProcessWorld(1).communicator(0), InProcessWorld(2).communicator(0)
     outer = HierarchicalCommunicator(inside, between, HostLayout(hosts=((0,), (1,))), rank=0)
     child = os.fork()
     if not child:
-        failed = [type(wire.failure).__name__ for wire in (inside, between, outer)]
+        failed = [type(communicator.failure).__name__ for communicator in (inside, between, outer)]
         os._exit(0 if failed == ["NoneType", "MisuseError", "MisuseError"] else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert outer.failure is None

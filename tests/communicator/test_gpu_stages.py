@@ -19,32 +19,32 @@ pytestmark = [
 
 
 @pytest.fixture
-def wire(nccl: None) -> ProcessGroupCommunicator:
+def communicator(nccl: None) -> ProcessGroupCommunicator:
     group = dist.group.WORLD
     assert group is not None
     return ProcessGroupCommunicator(group)
 
 
-def test_the_host_never_waits_for_a_stage(wire: ProcessGroupCommunicator) -> None:
+def test_the_host_never_waits_for_a_stage(communicator: ProcessGroupCommunicator) -> None:
     """The device is kept busy, so that whatever the host does comes before it."""
     tensor = torch.zeros(1 << 20, device="cuda")
 
     def double() -> Handle:
         tensor.mul_(2.0)
-        return wire.all_reduce(tensor)
+        return communicator.all_reduce(tensor)
 
     def add() -> None:
         tensor.add_(0.5)
 
     # Once before: the device loads a kernel when it is first used, and then it waits.
-    wire.all_reduce(tensor).then(double).then(add).wait()
+    communicator.all_reduce(tensor).then(double).then(add).wait()
     tensor.fill_(1.0).clone()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(1_000_000_000)
         tensor.add_(1.0)
-        handle = wire.all_reduce(tensor).then(double).then(add)
+        handle = communicator.all_reduce(tensor).then(double).then(add)
         was_done = handle.done()
         handle.wait()
         handle.wait()
@@ -56,9 +56,9 @@ def test_the_host_never_waits_for_a_stage(wire: ProcessGroupCommunicator) -> Non
     assert handle.done()
 
 
-def test_it_calls_back_and_describes(wire: ProcessGroupCommunicator) -> None:
+def test_it_calls_back_and_describes(communicator: ProcessGroupCommunicator) -> None:
     tensor, called = torch.ones(10, device="cuda"), threading.Event()
-    handle = wire.all_reduce(tensor)
+    handle = communicator.all_reduce(tensor)
     handle.when_done(called.set)
     assert called.wait(20)
     handle.wait()
@@ -68,26 +68,26 @@ def test_it_calls_back_and_describes(wire: ProcessGroupCommunicator) -> None:
     threading.Thread(target=handle.wait).start()
 
 
-def test_uneven_shares_on_the_device(wire: ProcessGroupCommunicator) -> None:
+def test_uneven_shares_on_the_device(communicator: ProcessGroupCommunicator) -> None:
     tensor = torch.arange(6.0, device="cuda")
     output, gathered, parts = torch.empty_like(tensor), torch.empty_like(tensor), torch.empty_like(tensor)
-    wire.reduce_scatter(output, tensor, "average", [6]).wait()
-    wire.all_gather(gathered, tensor, [6]).wait()
-    wire.all_to_all(parts, tensor, [6], [6]).wait()
+    communicator.reduce_scatter(output, tensor, "average", [6]).wait()
+    communicator.all_gather(gathered, tensor, [6]).wait()
+    communicator.all_to_all(parts, tensor, [6], [6]).wait()
     for result in (output, gathered, parts):
         assert torch.equal(result, tensor)
 
 
-def test_a_stage_that_fails_breaks_the_wire(wire: ProcessGroupCommunicator) -> None:
+def test_a_stage_that_fails_breaks_the_communicator(communicator: ProcessGroupCommunicator) -> None:
     def stage() -> None:
         raise ValueError("no luck")
 
-    handle = wire.all_reduce(torch.ones(3, device="cuda")).then(stage)
+    handle = communicator.all_reduce(torch.ones(3, device="cuda")).then(stage)
     for _ in range(2):
         with pytest.raises(ValueError, match="no luck"):
             handle.wait()
     with pytest.raises(PeerFailedError, match="no luck"):
-        wire.all_reduce(torch.ones(3, device="cuda"))
+        communicator.all_reduce(torch.ones(3, device="cuda"))
 
 
 def two_ranks(rank: int, folder: str) -> None:
@@ -96,13 +96,15 @@ def two_ranks(rank: int, folder: str) -> None:
     torch.cuda.set_device(0)
     group = dist.group.WORLD
     assert group is not None
-    wire = ProcessGroupCommunicator(group)
+    communicator = ProcessGroupCommunicator(group)
     tensor, share = torch.full((5,), rank + 1.0, device="cuda"), torch.zeros([2, 3][rank], device="cuda")
-    handle = wire.reduce_scatter(share, tensor, "sum", [2, 3]).then(lambda: wire.all_gather(tensor, share, [2, 3]))
+    handle = communicator.reduce_scatter(share, tensor, "sum", [2, 3]).then(
+        lambda: communicator.all_gather(tensor, share, [2, 3])
+    )
     on_host = torch.ones(2)
-    chained = wire.all_reduce(on_host).then(lambda: wire.all_reduce(on_host))
+    chained = communicator.all_reduce(on_host).then(lambda: communicator.all_reduce(on_host))
     between = torch.ones(1, device="cuda")
-    wire.all_reduce(between).wait()
+    communicator.all_reduce(between).wait()
     handle.wait()
     chained.wait()
     assert tensor.tolist() == [3.0] * 5

@@ -17,23 +17,23 @@ from gradsync.communicator import collective as collective_module
 from gradsync.communicator.collective import Collective, InlineWork, waited_here
 from gradsync.communicator.logs import LOGGER, VARIABLE, configure_logging
 from gradsync.errors import ConfigurationError
+from tests.communicators import CommunicatorRanks
 from tests.processes import eventually
 from tests.ranks import Ranks, ThreadRanks, pool_of
-from tests.wires import WireRanks
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def test_what_a_thread_has_waited_ends_with_it() -> None:
     """Trainings that start threads for years keep nothing of each, and a number that is given out again is not it."""
-    wire = InProcessWorld(1).communicator(0)
+    communicator = InProcessWorld(1).communicator(0)
     before = waited_here()
     seen: list[tuple[float, float]] = []
 
     def wait() -> None:
         first = waited_here()
         # One is alone, and waits all the same.
-        collective = Collective(wire, "all_reduce", "sum", 1, torch.float32)
+        collective = Collective(communicator, "all_reduce", "sum", 1, torch.float32)
         collective.work = InlineWork(lambda: time.sleep(0.001))
         collective.wait()
         seen.append((first, waited_here()))
@@ -56,9 +56,9 @@ def test_what_a_thread_has_waited_ends_with_it() -> None:
 
 def wait_again() -> list[float]:
     """Twice here, and once on another thread, each time with the result there."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     tensor = torch.ones(5)
-    handle = wire.all_reduce(tensor)
+    handle = communicator.all_reduce(tensor)
     assert isinstance(handle, Handle)
     seen = []
 
@@ -79,10 +79,10 @@ def test_a_handle_may_be_waited_for_again_and_elsewhere(ranks: Ranks) -> None:
 
 
 def wait_only_elsewhere() -> list[float]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     tensors = [torch.full((numel,), 2.0) for numel in (3, 100_000)]
     for tensor in tensors:
-        thread = threading.Thread(target=wire.all_reduce(tensor).wait)
+        thread = threading.Thread(target=communicator.all_reduce(tensor).wait)
         thread.start()
         thread.join()
     return [float(tensor[-1]) for tensor in tensors]
@@ -94,13 +94,13 @@ def test_another_thread_may_wait_alone(ranks: Ranks) -> None:
 
 def ask_and_be_called() -> dict[str, Any]:
     """Nobody waits: the collective ends by itself, whoever asks learns it, and whoever wants a call gets one."""
-    wire = choose_communicator()
-    before = wire.all_reduce(torch.ones(1))
+    communicator = choose_communicator()
+    before = communicator.all_reduce(torch.ones(1))
     before.wait()
     tensor = torch.ones(5)
-    if wire.rank == 0:
+    if communicator.rank == 0:
         time.sleep(0.02)
-    handle = wire.all_reduce(tensor)
+    handle = communicator.all_reduce(tensor)
     called = threading.Event()
     found: list[list[float]] = []
     handle.when_done(lambda: (found.append(tensor.tolist()), called.set())[1])
@@ -120,29 +120,29 @@ def test_it_tells_that_it_is_done(ranks: Ranks) -> None:
 
 def call_badly() -> list[float]:
     """What somebody else wants to be told must not harm the collective, or the next one."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     tensors = [torch.ones(3), torch.ones(3)]
     for tensor in tensors:
-        handle = wire.all_reduce(tensor)
+        handle = communicator.all_reduce(tensor)
         handle.when_done(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
         handle.wait()
     return [float(tensor.sum()) for tensor in tensors]
 
 
 def test_a_callback_that_fails_harms_nobody() -> None:
-    for ranks in (ThreadRanks(2), WireRanks(pool_of(2), "shared-memory")):
+    for ranks in (ThreadRanks(2), CommunicatorRanks(pool_of(2), "shared-memory")):
         assert ranks.run(call_badly) == [[6.0, 6.0]] * 2
 
 
 def describe() -> list[str]:
-    wire = choose_communicator()
-    output = torch.zeros(2 * wire.world_size, dtype=torch.int64)
+    communicator = choose_communicator()
+    output = torch.zeros(2 * communicator.world_size, dtype=torch.int64)
     handles = [
-        wire.all_reduce(torch.ones(7)),
-        wire.broadcast(torch.ones(7, dtype=torch.bfloat16), 0),
-        wire.all_gather(output, torch.ones(2, dtype=torch.int64)),
-        wire.reduce_scatter(torch.ones(2, dtype=torch.int64), output, "max"),
-        wire.all_to_all(torch.empty_like(output), output),
+        communicator.all_reduce(torch.ones(7)),
+        communicator.broadcast(torch.ones(7, dtype=torch.bfloat16), 0),
+        communicator.all_gather(output, torch.ones(2, dtype=torch.int64)),
+        communicator.reduce_scatter(torch.ones(2, dtype=torch.int64), output, "max"),
+        communicator.all_to_all(torch.empty_like(output), output),
     ]
     for handle in handles:
         handle.wait()
@@ -168,26 +168,26 @@ def test_it_says_what_it_is(ranks: Ranks) -> None:
 
 def chain_stages(numel: int, reverse: bool) -> list[list[float]]:
     """Two chains of two stages each, and collectives between; ranks are slow in different places."""
-    wire = choose_communicator()
-    n = wire.world_size
+    communicator = choose_communicator()
+    n = communicator.world_size
     handles, results = [], []
     for chain in range(2):
-        first, second = torch.full((numel,), float(wire.rank + chain)), torch.zeros(numel)
+        first, second = torch.full((numel,), float(communicator.rank + chain)), torch.zeros(numel)
         gathered, between = torch.zeros(n * numel), torch.full((numel,), 10.0 + chain)
 
         def halve(first: torch.Tensor = first, second: torch.Tensor = second) -> Handle:
-            time.sleep(0.01 * ((wire.rank + 1) % n))
-            second.copy_(first).add_(wire.rank)
-            return wire.all_reduce(second)
+            time.sleep(0.01 * ((communicator.rank + 1) % n))
+            second.copy_(first).add_(communicator.rank)
+            return communicator.all_reduce(second)
 
         def gather(second: torch.Tensor = second, gathered: torch.Tensor = gathered) -> Handle:
-            time.sleep(0.01 * wire.rank)
-            handle = wire.all_gather(gathered, second + wire.rank)
+            time.sleep(0.01 * communicator.rank)
+            handle = communicator.all_gather(gathered, second + communicator.rank)
             handle.wait()
-            return wire.all_reduce(gathered, "max")
+            return communicator.all_reduce(gathered, "max")
 
-        handles.append(wire.all_reduce(first).then(halve).then(gather))
-        handles.append(wire.all_reduce(between))
+        handles.append(communicator.all_reduce(first).then(halve).then(gather))
+        handles.append(communicator.all_reduce(between))
         results += [gathered, between]
     for handle in reversed(handles) if reverse else handles:
         handle.wait()
@@ -210,14 +210,14 @@ def test_stages_have_their_place_in_the_order(ranks: Ranks, numel: int, reverse:
 
 def end_without_a_wait() -> list[float]:
     """A stage that only computes, and one that starts something, with nobody who waits."""
-    wire = choose_communicator()
+    communicator = choose_communicator()
     tensor, ended = torch.ones(4), threading.Event()
 
     def add() -> None:
         assert not torch.is_grad_enabled()
         tensor.add_(1.0)
 
-    handle = wire.all_reduce(tensor).then(add).then(lambda: wire.all_reduce(tensor))
+    handle = communicator.all_reduce(tensor).then(add).then(lambda: communicator.all_reduce(tensor))
     handle.when_done(ended.set)
     assert ended.wait(20)
     assert eventually(handle.done)
@@ -225,7 +225,7 @@ def end_without_a_wait() -> list[float]:
     found = [float(tensor[0])]
     handle.wait()
     later = torch.ones(1)
-    wire.all_reduce(later).wait()
+    communicator.all_reduce(later).wait()
     return [*found, float(tensor[0]), float(later)]
 
 
@@ -236,21 +236,21 @@ def test_stages_come_to_their_end_by_themselves(ranks: Ranks) -> None:
 
 def stages_in_a_stage() -> list[float]:
     """Inside a stage everything happens on the spot, stages of stages too; all kinds of collectives."""
-    wire = choose_communicator()
-    n = wire.world_size
-    tensor, share = torch.arange(2.0 * n) + wire.rank, torch.zeros(2)
-    whole, mine, other = torch.zeros(2 * n), torch.full((3,), float(wire.rank)), torch.zeros(1)
+    communicator = choose_communicator()
+    n = communicator.world_size
+    tensor, share = torch.arange(2.0 * n) + communicator.rank, torch.zeros(2)
+    whole, mine, other = torch.zeros(2 * n), torch.full((3,), float(communicator.rank)), torch.zeros(1)
 
     def scatter() -> Handle:
-        return wire.reduce_scatter(share, tensor).then(gather)
+        return communicator.reduce_scatter(share, tensor).then(gather)
 
     def gather() -> Handle:
         share.div_(n)
-        wire.broadcast(mine, n - 1).wait()
-        return wire.all_gather(whole, share)
+        communicator.broadcast(mine, n - 1).wait()
+        return communicator.all_gather(whole, share)
 
-    handle = wire.all_reduce(other).then(scatter)
-    wire.all_reduce(other).wait()
+    handle = communicator.all_reduce(other).then(scatter)
+    communicator.all_reduce(other).wait()
     handle.wait()
     return [*whole.tolist(), *mine.tolist()]
 
@@ -263,11 +263,14 @@ def test_a_stage_may_have_stages(ranks: Ranks) -> None:
 
 
 def many_stages(count: int) -> list[float]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     tensors = [torch.full((50,), float(number)) for number in range(count)]
-    handles = [wire.all_reduce(tensor).then(lambda tensor=tensor: wire.all_reduce(tensor)) for tensor in tensors]
+    handles = [
+        communicator.all_reduce(tensor).then(lambda tensor=tensor: communicator.all_reduce(tensor))
+        for tensor in tensors
+    ]
     for number, handle in enumerate(handles):
-        if (number + wire.rank) % 3 == 0:
+        if (number + communicator.rank) % 3 == 0:
             handle.wait()
     for handle in handles:
         handle.wait()
@@ -283,12 +286,12 @@ def test_many_stages_on_their_way(ranks: Ranks) -> None:
 
 
 def test_every_collective_says_when_it_starts_and_ends(caplog: pytest.LogCaptureFixture) -> None:
-    wire = InProcessWorld(1).communicator(0)
-    wire.all_reduce(torch.ones(1000)).wait()
+    communicator = InProcessWorld(1).communicator(0)
+    communicator.all_reduce(torch.ones(1000)).wait()
     assert caplog.messages == []
     with caplog.at_level(logging.DEBUG, "gradsync"):
-        wire = InProcessWorld(1).communicator(0)
-        wire.all_reduce(torch.ones(1000)).then(lambda: wire.all_reduce(torch.ones(2), "max")).wait()
+        communicator = InProcessWorld(1).communicator(0)
+        communicator.all_reduce(torch.ones(1000)).then(lambda: communicator.all_reduce(torch.ones(2), "max")).wait()
     assert caplog.messages == [
         "rank 0: start collective 1 (all_reduce sum of 1000 × torch.float32, 4000 bytes)",
         "rank 0: end collective 1",
@@ -321,10 +324,12 @@ def test_another_word_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPa
         configure_logging()
 
 
-def test_who_waits_while_a_stage_breaks_the_wire_gets_the_stages_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wire is broken before the thread of the stage has come to its end."""
-    wire = InProcessWorld(1).communicator(0)
-    abort = wire.abort
+def test_who_waits_while_a_stage_breaks_the_communicator_gets_the_stages_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The communicator is broken before the thread of the stage has come to its end."""
+    communicator = InProcessWorld(1).communicator(0)
+    abort = communicator.abort
 
     def take_long(reason: str) -> None:
         abort(reason)
@@ -333,10 +338,10 @@ def test_who_waits_while_a_stage_breaks_the_wire_gets_the_stages_own_error(monke
     def stage() -> None:
         raise ValueError("no luck")
 
-    monkeypatch.setattr(wire, "abort", take_long)
-    handle = wire.all_reduce(torch.ones(1)).then(stage)
+    monkeypatch.setattr(communicator, "abort", take_long)
+    handle = communicator.all_reduce(torch.ones(1)).then(stage)
     until = time.monotonic() + 10
-    while wire.failure is None and time.monotonic() < until:
+    while communicator.failure is None and time.monotonic() < until:
         time.sleep(0.01)
     with pytest.raises(ValueError, match="no luck"):
         handle.wait()

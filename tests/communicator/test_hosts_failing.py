@@ -30,24 +30,24 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def share_memory(group: dist.ProcessGroup) -> Communicator:
-    wire = ProcessGroupCommunicator(group)
-    return wire if wire.world_size == 1 else SharedMemoryCommunicator(wire, timeout=20.0)
+    communicator = ProcessGroupCommunicator(group)
+    return communicator if communicator.world_size == 1 else SharedMemoryCommunicator(communicator, timeout=20.0)
 
 
 def hosts_of(hosts: tuple[tuple[int, ...], ...]) -> HierarchicalCommunicator:
     group = dist.new_group()
     assert group is not None
-    wire = HierarchicalCommunicator.over(group, share_memory, topology=HostLayout(hosts=hosts))
-    assert isinstance(wire.between, PeerExchangeCommunicator | None)
-    return wire
+    communicator = HierarchicalCommunicator.over(group, share_memory, topology=HostLayout(hosts=hosts))
+    assert isinstance(communicator.between, PeerExchangeCommunicator | None)
+    return communicator
 
 
 def go_on_until_one_dies(hosts: tuple[tuple[int, ...], ...], victim: int, numel: int) -> None:
-    wire = hosts_of(hosts)
+    communicator = hosts_of(hosts)
     for number in range(100):
-        if wire.rank == victim and number == 3:
+        if communicator.rank == victim and number == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        wire.all_reduce(torch.ones(numel)).wait()
+        communicator.all_reduce(torch.ones(numel)).wait()
 
 
 @pytest.mark.breadth
@@ -79,16 +79,16 @@ kept: list[Communicator] = []
 def leave_the_others_alone() -> list[str]:
     """What is said of rank 1, which exits: between hosts of one rank each, and by an exchange."""
     group: Any = dist.distributed_c10d._get_default_group()
-    wires = [hosts_of(((0,), (1,), (2,))), PeerExchangeCommunicator(group)]
-    kept.extend(wires)
-    for wire in wires:
-        wire.all_reduce(torch.ones(300_000)).wait()
+    communicators = [hosts_of(((0,), (1,), (2,))), PeerExchangeCommunicator(group)]
+    kept.extend(communicators)
+    for communicator in communicators:
+        communicator.all_reduce(torch.ones(300_000)).wait()
     if group.rank() == 1:
         os._exit(0)
     said = []
-    for wire in wires:
+    for communicator in communicators:
         with pytest.raises(PeerFailedError) as raised:
-            wire.all_reduce(torch.ones(300_000)).wait()
+            communicator.all_reduce(torch.ones(300_000)).wait()
         said.append(str(raised.value))
     return said
 
@@ -105,21 +105,21 @@ def test_a_rank_that_exits_is_named(own_ranks: Callable[[int], RankPool]) -> Non
 
 def lose_the_other_host(seconds_to_live: float) -> tuple[str, float]:
     """Rank 2 gives up, and lives on: rank 1 has no connection with it, and shares memory with one that has."""
-    wire = hosts_of(((0, 1), (2,)))
-    kept.append(wire)
-    wire.all_reduce(torch.ones(3)).wait()
+    communicator = hosts_of(((0, 1), (2,)))
+    kept.append(communicator)
+    communicator.all_reduce(torch.ones(3)).wait()
     said, took = "", 0.0
-    if wire.rank == 2:
+    if communicator.rank == 2:
         time.sleep(0.2)
-        wire.abort("the disk is full")
+        communicator.abort("the disk is full")
     else:
         began = time.monotonic()
         with pytest.raises(PeerFailedError) as raised:
-            wire.all_reduce(torch.ones(3)).wait()
+            communicator.all_reduce(torch.ones(3)).wait()
         said, took = str(raised.value), time.monotonic() - began
         with pytest.raises(PeerFailedError) as again:
-            wire.all_reduce(torch.ones(3))
-        assert str(again.value) == str(wire.failure)
+            communicator.all_reduce(torch.ones(3))
+        assert str(again.value) == str(communicator.failure)
     # Nobody leaves before all have heard.
     dist.barrier()
     assert took < seconds_to_live, "that was the timeout, or the end of a process"
@@ -139,12 +139,12 @@ def wait_too_long(numbers: list[int]) -> str:
     if rank not in numbers:
         dist.barrier()
         return ""
-    wire = SharedMemoryCommunicator(ProcessGroupCommunicator(group), timeout=0.3)  # type: ignore[arg-type]
-    kept.append(wire)
+    communicator = SharedMemoryCommunicator(ProcessGroupCommunicator(group), timeout=0.3)  # type: ignore[arg-type]
+    kept.append(communicator)
     said = ""
     if rank == numbers[0]:
         with pytest.raises(PeerFailedError) as raised:
-            wire.all_reduce(torch.ones(3)).wait()
+            communicator.all_reduce(torch.ones(3)).wait()
         said = str(raised.value)
     dist.barrier()
     return said
@@ -157,11 +157,11 @@ def test_ranks_of_shared_memory_are_called_by_their_number_in_the_world(own_rank
 
 
 def die_in_the_group(numel: int) -> None:
-    wire = ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
+    communicator = ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
     for number in range(100):
-        if wire.rank == 1 and number == 3:
-            wire.abort("the disk is full")
-        wire.all_reduce(torch.ones(numel)).wait()
+        if communicator.rank == 1 and number == 3:
+            communicator.abort("the disk is full")
+        communicator.all_reduce(torch.ones(numel)).wait()
 
 
 def test_a_process_group_says_what_the_first_to_fail_has_said(own_ranks: Callable[[int], RankPool]) -> None:

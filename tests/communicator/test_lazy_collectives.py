@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from gradsync.communicator import Communicator, background
 from gradsync.communicator.background import Background
+from tests.communicators import fresh_communicator
 from tests.ranks import pool_of
-from tests.wires import fresh_wire
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -18,19 +18,19 @@ SMALL, LARGE = 1024, 200_000
 SECONDS = 15.0
 
 
-def wires(kind: str) -> list[Communicator]:
-    return [fresh_wire(kind, SECONDS) for _ in range(2)]
+def communicators(kind: str) -> list[Communicator]:
+    return [fresh_communicator(kind, SECONDS) for _ in range(2)]
 
 
 def wait_in_two_orders(kind: str, numel: int, looks: bool) -> list[float]:
     """Both ranks start one on each communicator in one order, and wait for them in two."""
-    one, other = wires(kind)
+    one, other = communicators(kind)
     tensors = [torch.ones(numel), torch.ones(numel)]
     with pytest.MonkeyPatch.context() as patch:
         if not looks:
             # Whoever sleeps must hand the other one over by itself.
             patch.setattr(background._Sweeper, "_look", lambda *_: None)
-        handles = [wire.all_reduce(tensor) for wire, tensor in zip((one, other), tensors, strict=True)]
+        handles = [communicator.all_reduce(tensor) for communicator, tensor in zip((one, other), tensors, strict=True)]
         for handle in handles if one.rank == 0 else reversed(handles):
             handle.wait()
     return [float(tensor.mean()) for tensor in tensors]
@@ -49,10 +49,10 @@ def test_who_sleeps_in_one_hands_the_others_over() -> None:
 
 def meet_elsewhere(kind: str) -> list[float]:
     """Between start and wait rank 1 meets the others somewhere else, where they come only after the wait."""
-    wire, _ = wires(kind)
+    communicator, _ = communicators(kind)
     tensor = torch.ones(SMALL)
-    handle = wire.all_reduce(tensor)
-    if wire.rank == 0:
+    handle = communicator.all_reduce(tensor)
+    if communicator.rank == 0:
         handle.wait()
     dist.barrier()
     handle.wait()

@@ -1,4 +1,4 @@
-"""A training whose wire is lost hands out no mean any more, whatever its loop catches; one that failed can go on."""
+"""A training that has lost its communicator hands out no mean any more, whatever its loop catches; others can go on."""
 
 import contextlib
 import time
@@ -13,8 +13,8 @@ import gradsync
 from gradsync.communicator import Communicator
 from gradsync.errors import CommunicatorLostError, GradsyncError
 from tests.communicator.test_failures import interrupted
+from tests.communicators import fresh_communicator
 from tests.ranks import pool_of
-from tests.wires import fresh_wire
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -22,7 +22,7 @@ WIRES = ["group", "peer-exchange", "shared-memory", "round-robin", "hosts-1+1"]
 STEPS = 5
 TROUBLE = 2
 
-# Held so that a wire is not closed while others still look at it.
+# Held so that a communicator is not closed while others still look at it.
 _kept: list[Communicator] = []
 
 
@@ -37,17 +37,17 @@ def trouble(rank: int, *, by_interrupt: bool) -> Iterator[None]:
 
 def train_on(name: str, by_interrupt: bool) -> list[str]:
     """What each step came to, on a rank that catches everything and goes on."""
-    wire = fresh_wire(name, 30.0 if by_interrupt else 2.0)
-    _kept.append(wire)
+    communicator = fresh_communicator(name, 30.0 if by_interrupt else 2.0)
+    _kept.append(communicator)
     torch.manual_seed(0)
-    model = gradsync.DistributedDataParallel(nn.Linear(4, 1, bias=False), communicator=wire)
+    model = gradsync.DistributedDataParallel(nn.Linear(4, 1, bias=False), communicator=communicator)
     outcomes = []
     for step in range(STEPS):
         model.zero_grad()
         try:
-            loss = model(torch.full((1, 4), float(step + wire.rank))).sum()
+            loss = model(torch.full((1, 4), float(step + communicator.rank))).sum()
             if step == TROUBLE:
-                with trouble(wire.rank, by_interrupt=by_interrupt):
+                with trouble(communicator.rank, by_interrupt=by_interrupt):
                     loss.backward()
             else:
                 loss.backward()

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from gradsync.communicator import BaseCommunicator
 from gradsync.communicator.peer_link import end_wait
 from gradsync.errors import CommunicatorLostError
+from tests.communicators import fresh_communicator
 from tests.ranks import RankError, RankPool
-from tests.wires import fresh_wire
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -38,25 +38,25 @@ def reset_when_closed() -> None:
 
 def lose_a_send(name: str) -> tuple[str, float]:
     """Rank 1 finds in one go that rank 0 is ready, and gone."""
-    wire = fresh_wire(name, TIMEOUT)
-    assert isinstance(wire, BaseCommunicator)
-    wire.all_reduce(torch.ones(3)).wait()
+    communicator = fresh_communicator(name, TIMEOUT)
+    assert isinstance(communicator, BaseCommunicator)
+    communicator.all_reduce(torch.ones(3)).wait()
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     tensor = torch.ones(1000)
-    if wire.rank == 0:
+    if communicator.rank == 0:
         time.sleep(0.5)
         os.kill(pids[1], signal.SIGSTOP)
-        wire.broadcast(tensor, 1)
+        communicator.broadcast(tensor, 1)
         time.sleep(0.5)
         subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -CONT {pids[1]}"])
         reset_when_closed()
         os._exit(3)
     # What the watch would say.
-    threading.Timer(2.0, wire.lose, ["rank 0 is gone"]).start()
+    threading.Timer(2.0, communicator.lose, ["rank 0 is gone"]).start()
     began = time.monotonic()
     with pytest.raises(CommunicatorLostError) as raised:
-        wire.broadcast(tensor, 1).wait()
+        communicator.broadcast(tensor, 1).wait()
     return str(raised.value), time.monotonic() - began
 
 

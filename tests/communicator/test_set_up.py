@@ -1,4 +1,4 @@
-"""Setting a wire up: ranks agree on what to set up, and on whether it could be, before anybody uses it.
+"""Setting a communicator up: ranks agree on what to set up, and on whether it could be, before anybody uses it.
 
 What differs between ranks, or fails on one of them, is known to all, and the group they came with still works.
 """
@@ -37,12 +37,12 @@ pytestmark = pytest.mark.timeout(120)
 CPU = torch.device("cpu")
 
 
-def sums_up(wire: Any) -> bool:
+def sums_up(communicator: Any) -> bool:
     """Whether a collective, and the next one, give what all ranks brought."""
     tensors = [torch.full((numel,), float(number)) for number, numel in ((1, 3), (2, 100_000))]
     for tensor in tensors:
-        wire.all_reduce(tensor).wait()
-    return all(bool((tensor == number * wire.world_size).all()) for number, tensor in enumerate(tensors, 1))
+        communicator.all_reduce(tensor).wait()
+    return all(bool((tensor == number * communicator.world_size).all()) for number, tensor in enumerate(tensors, 1))
 
 
 # -- what the environment says ----------------------------------------------------------------------------------------
@@ -50,27 +50,27 @@ def sums_up(wire: Any) -> bool:
 
 def fit_with(values: list[str | None]) -> tuple[str, str, bool]:
     """``GRADSYNC_TRANSPORT`` on every rank; what was raised, and whether the group is still in step."""
-    wire = ProcessGroupCommunicator(dist.new_group())  # type: ignore[arg-type]
-    value = values[wire.rank]
+    communicator = ProcessGroupCommunicator(dist.new_group())  # type: ignore[arg-type]
+    value = values[communicator.rank]
     with pytest.MonkeyPatch.context() as patch:
         if value is None:
             patch.delenv("GRADSYNC_TRANSPORT", raising=False)
         else:
             patch.setenv("GRADSYNC_TRANSPORT", value)
         with pytest.raises(GradsyncError) as raised:
-            fit_communicator(wire, CPU)
-    return type(raised.value).__name__, str(raised.value), sums_up(wire)
+            fit_communicator(communicator, CPU)
+    return type(raised.value).__name__, str(raised.value), sums_up(communicator)
 
 
 @pytest.mark.parametrize("values", [[None, "group"], ["shared-memory", "peer-exchange"], ["auto", "smoke-signals"]])
-def test_a_wire_that_only_one_rank_asks_for_is_refused_on_all(values: list[str | None]) -> None:
+def test_a_communicator_that_only_one_rank_asks_for_is_refused_on_all(values: list[str | None]) -> None:
     for kind, said, works in pool_of(2).run(fit_with, values):
         assert kind == MismatchError.__name__
         assert f"GRADSYNC_TRANSPORT: rank 0 has {values[0] or 'auto'!r}, rank 1 has {values[1]!r}" in said
         assert works
 
 
-def test_a_wire_that_nobody_knows_is_refused_on_all() -> None:
+def test_a_communicator_that_nobody_knows_is_refused_on_all() -> None:
     for kind, said, works in pool_of(2).run(fit_with, ["smoke-signals"] * 2):
         assert kind == ConfigurationError.__name__
         assert "got 'smoke-signals'" in said
@@ -79,14 +79,14 @@ def test_a_wire_that_nobody_knows_is_refused_on_all() -> None:
 
 def change_its_mind() -> str:
     """The second model is wrapped when one rank's environment has changed, and the choice is known to both."""
-    wire = ProcessGroupCommunicator(dist.new_group())  # type: ignore[arg-type]
+    communicator = ProcessGroupCommunicator(dist.new_group())  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADSYNC_TRANSPORT", "group")
-        fit_communicator(wire, CPU)
-        if wire.rank == 1:
+        fit_communicator(communicator, CPU)
+        if communicator.rank == 1:
             patch.setenv("GRADSYNC_TRANSPORT", "shared-memory")
         with pytest.raises(MismatchError) as raised:
-            fit_communicator(wire, CPU)
+            fit_communicator(communicator, CPU)
     return str(raised.value)
 
 
@@ -135,13 +135,13 @@ def fit_where_one_fails(names: list[str]) -> list[tuple[str, int, bool]]:
     log = Lines()
     seen = []
     for name in names:
-        wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
+        communicator = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch, log.listening():
             patch.setenv("GRADSYNC_TRANSPORT", "auto")
             log.lines.clear()
-            if wire.rank == 1:
+            if communicator.rank == 1:
                 FAULTS[name](patch)
-            choice = fit_communicator(wire, CPU)
+            choice = fit_communicator(communicator, CPU)
         told = sum("gradients travel over sockets" in line for line in log.lines)
         seen.append((str(choice), told, sums_up(choice.communicator)))
     return seen
@@ -178,11 +178,11 @@ class FewDescriptors:
 def fit_with_few_descriptors(rooms: list[int]) -> list[str]:
     choices = []
     for room in rooms:
-        wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
+        communicator = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("GRADSYNC_TRANSPORT", "auto")
-            with FewDescriptors(wire.rank, room):
-                choice = fit_communicator(wire, CPU)
+            with FewDescriptors(communicator.rank, room):
+                choice = fit_communicator(communicator, CPU)
         assert sums_up(choice.communicator)
         choices.append(str(choice).partition(" (")[0])
     return choices
@@ -199,13 +199,13 @@ def test_descriptors_may_run_out_anywhere() -> None:
 
 def hosts_where_one_fails() -> tuple[str, bool]:
     """Two hosts, and on one of them a rank that cannot map memory: the other host must know."""
-    wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
+    communicator = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADSYNC_TRANSPORT", "auto")
-        patch.setenv("GRADSYNC_HOST", f"host{wire.rank // 2}")
-        if wire.rank == 3:
+        patch.setenv("GRADSYNC_HOST", f"host{communicator.rank // 2}")
+        if communicator.rank == 3:
             FAULTS["maps"](patch)
-        choice = fit_communicator(wire, CPU)
+        choice = fit_communicator(communicator, CPU)
     assert isinstance(choice.communicator, HierarchicalCommunicator)
     assert not isinstance(choice.communicator.inside, SharedMemoryCommunicator)
     return choice.reason, sums_up(choice.communicator)
@@ -219,16 +219,18 @@ def test_a_host_that_cannot_share_memory_is_known_to_the_others() -> None:
 
 def allocate_where_one_fails(name: str) -> tuple[list[str], bool, bool]:
     """Memory that is made later: a slab and a large piece, neither of which rank 1 can have."""
-    wire = SharedMemoryCommunicator(ProcessGroupCommunicator(dist.new_group()), timeout=20.0)  # type: ignore[arg-type]
+    communicator = SharedMemoryCommunicator(ProcessGroupCommunicator(dist.new_group()), timeout=20.0)  # type: ignore[arg-type]
     log = Lines()
     with pytest.MonkeyPatch.context() as patch, log.listening():
-        if wire.rank == 1:
+        if communicator.rank == 1:
             FAULTS[name](patch)
-        tensors = [wire.allocate(numel, torch.float32, CPU) for numel in (60_000, 60_000, 2_000_000, 60_000, 300_000)]
+        tensors = [
+            communicator.allocate(numel, torch.float32, CPU) for numel in (60_000, 60_000, 2_000_000, 60_000, 300_000)
+        ]
     for tensor in tensors:
-        wire.all_reduce(tensor.fill_(wire.rank + 1.0)).wait()
+        communicator.all_reduce(tensor.fill_(communicator.rank + 1.0)).wait()
     sums = all(bool((tensor == 6.0).all()) for tensor in tensors)
-    return log.lines, sums, sums_up(wire)
+    return log.lines, sums, sums_up(communicator)
 
 
 @pytest.mark.parametrize("name", ["makes", "receives", "maps"])
@@ -241,8 +243,8 @@ def test_memory_that_one_rank_cannot_have_later_is_had_by_none(name: str) -> Non
 
 
 def set_up_with_little_patience() -> bool:
-    """Rank 1 is late by more than the wire's own timeout, which is for collectives."""
-    wire = ProcessGroupCommunicator(dist.new_group())  # type: ignore[arg-type]
+    """Rank 1 is late by more than the communicator's own timeout, which is for collectives."""
+    communicator = ProcessGroupCommunicator(dist.new_group())  # type: ignore[arg-type]
     share = shared_heap.HostPeers.share
 
     def share_late(*args: Any) -> Any:
@@ -250,9 +252,9 @@ def set_up_with_little_patience() -> bool:
         return share(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        if wire.rank == 1:
+        if communicator.rank == 1:
             patch.setattr(shared_heap.HostPeers, "share", share_late)
-        shared: Communicator = SharedMemoryCommunicator(wire, timeout=0.1)
+        shared: Communicator = SharedMemoryCommunicator(communicator, timeout=0.1)
     dist.barrier()
     return shared.failure is None
 
@@ -325,8 +327,8 @@ def meet_among_strangers() -> list[str]:
         if group.rank == 0:
             patch.setattr(Rendezvous, "_accept", accept_later)
             patch.setattr(shared_heap, "Rendezvous", listen_to_strangers)
-        wire = SharedMemoryCommunicator(group)
-    assert sums_up(wire)
+        communicator = SharedMemoryCommunicator(group)
+    assert sums_up(communicator)
     kept = []
     for name, caller in callers.items():
         with caller, contextlib.suppress(ConnectionError):
@@ -361,10 +363,10 @@ def meet_behind_a_full_queue() -> bool:
         patch.setattr(socket, "SOMAXCONN", 4)
         if group.rank == 0:
             patch.setattr(shared_heap, "Rendezvous", listen_to_many)
-        wire = SharedMemoryCommunicator(group)
+        communicator = SharedMemoryCommunicator(group)
     for caller in callers:
         caller.close()
-    return sums_up(wire)
+    return sums_up(communicator)
 
 
 def test_a_full_queue_keeps_no_rank_out() -> None:
@@ -373,12 +375,12 @@ def test_a_full_queue_keeps_no_rank_out() -> None:
 
 def be_another_user() -> str:
     """A rank that another user runs is no peer: the group is used, on all ranks."""
-    wire = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
+    communicator = ProcessGroupCommunicator(dist.new_group(timeout=timedelta(seconds=20)))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADSYNC_TRANSPORT", "auto")
-        if wire.rank == 1:
+        if communicator.rank == 1:
             patch.setattr("os.geteuid", lambda: 4_000_000_000)
-        return str(fit_communicator(wire, CPU))
+        return str(fit_communicator(communicator, CPU))
 
 
 def test_ranks_of_several_users_share_no_memory() -> None:

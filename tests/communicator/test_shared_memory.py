@@ -33,29 +33,29 @@ pytestmark = pytest.mark.timeout(120)
 CPU = torch.device("cpu")
 
 
-def group_wire() -> ProcessGroupCommunicator:
+def group_communicator() -> ProcessGroupCommunicator:
     return ProcessGroupCommunicator(dist.distributed_c10d._get_default_group())
 
 
-def shared_wire(timeout: float = 60.0) -> SharedMemoryCommunicator:
-    return SharedMemoryCommunicator(group_wire(), timeout=timeout)
+def shared_communicator(timeout: float = 60.0) -> SharedMemoryCommunicator:
+    return SharedMemoryCommunicator(group_communicator(), timeout=timeout)
 
 
 # -- where things lie -------------------------------------------------------------------------------------------------
 
 
 def reduce_buckets() -> dict[str, object]:
-    wire = shared_wire()
-    bucket = wire.allocate(1_000_001, torch.float32, CPU)
-    bucket.fill_(wire.rank + 1.0)
-    wire.all_reduce(bucket).wait()
+    communicator = shared_communicator()
+    bucket = communicator.allocate(1_000_001, torch.float32, CPU)
+    bucket.fill_(communicator.rank + 1.0)
+    communicator.all_reduce(bucket).wait()
     part = bucket[50:60_000]
-    wire.all_reduce(part, "max").wait()
-    segments = len(wire._heap._segments)
+    communicator.all_reduce(part, "max").wait()
+    segments = len(communicator._heap._segments)
     del bucket, part
     gc.collect()
     return {
-        "segments": (segments, len(wire._heap._segments)),
+        "segments": (segments, len(communicator._heap._segments)),
         "in /dev/shm": [name for name in os.listdir("/dev/shm") if "gradsync" in name],
         "descriptors": [link for link in descriptors() if "memfd:gradsync" in link],
     }
@@ -75,31 +75,31 @@ def test_memory_has_no_name_and_goes_with_the_last_tensor(own_ranks: Callable[[i
 
 def mixed_places() -> list[torch.Tensor]:
     """Some ranks' tensors lie in shared memory, and some do not."""
-    wire = shared_wire()
+    communicator = shared_communicator()
     results = []
     for numel in (10, 300_000, 700_001):
-        shared = wire.allocate(numel, torch.float64, CPU)
-        tensor = torch.zeros(numel, dtype=torch.float64) if wire.rank == 1 else shared
-        tensor.copy_(torch.arange(numel) + wire.rank)
-        wire.all_reduce(tensor).wait()
+        shared = communicator.allocate(numel, torch.float64, CPU)
+        tensor = torch.zeros(numel, dtype=torch.float64) if communicator.rank == 1 else shared
+        tensor.copy_(torch.arange(numel) + communicator.rank)
+        communicator.all_reduce(tensor).wait()
         results.append(tensor.clone())
     return results
 
 
 def allocate_while_some_let_go() -> list[float]:
     """Small, then large, then small: between them ranks let go of a whole slab at different times."""
-    wire = shared_wire(timeout=5.0)
-    kept = [wire.allocate(60_000, torch.float32, CPU) for _ in range(5)]
-    if wire.rank == 0:
+    communicator = shared_communicator(timeout=5.0)
+    kept = [communicator.allocate(60_000, torch.float32, CPU) for _ in range(5)]
+    if communicator.rank == 0:
         kept.clear()
         gc.collect()
-    large = wire.allocate(1_000_000, torch.float32, CPU)
-    small = wire.allocate(100, torch.float32, CPU)
+    large = communicator.allocate(1_000_000, torch.float32, CPU)
+    small = communicator.allocate(100, torch.float32, CPU)
     sums = []
     for tensor in (large, small):
-        wire.all_reduce(tensor.fill_(wire.rank + 1.0)).wait()
+        communicator.all_reduce(tensor.fill_(communicator.rank + 1.0)).wait()
         sums.append(tensor[-1].item())
-    wire.close()
+    communicator.close()
     return sums
 
 
@@ -108,17 +108,17 @@ def test_ranks_may_let_go_of_memory_at_different_times(own_ranks: Callable[[int]
 
 
 def allocate_more_than_a_slab() -> list[int]:
-    wire = shared_wire()
-    own = len(wire._heap._segments)
+    communicator = shared_communicator()
+    own = len(communicator._heap._segments)
     counts = []
     for _ in range(3):
-        small = [wire.allocate(60_000, torch.float32, CPU) for _ in range(5)]
-        wire.all_reduce(small[-1]).wait()
-        counts.append(len(wire._heap._segments) - own)
+        small = [communicator.allocate(60_000, torch.float32, CPU) for _ in range(5)]
+        communicator.all_reduce(small[-1]).wait()
+        counts.append(len(communicator._heap._segments) - own)
         del small
         gc.collect()
-    counts.append(len(wire._heap._segments) - own)
-    wire.close()
+    counts.append(len(communicator._heap._segments) - own)
+    communicator.close()
     return counts
 
 
@@ -136,10 +136,10 @@ def test_ranks_may_keep_their_tensors_in_different_places(own_ranks: Callable[[i
 
 def run_in_the_background() -> bool:
     """Nobody waits for it, and it comes to an end."""
-    wire = shared_wire()
-    bucket = wire.allocate(1_000_000, torch.float32, CPU)
+    communicator = shared_communicator()
+    bucket = communicator.allocate(1_000_000, torch.float32, CPU)
     bucket.fill_(1.0)
-    handle = wire.all_reduce(bucket)
+    handle = communicator.all_reduce(bucket)
     deadline = time.monotonic() + 30
     while not (bucket == 3).all() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -154,13 +154,13 @@ def test_a_bucket_is_reduced_while_its_rank_does_something_else(own_ranks: Calla
 
 def wait_for_a_late_rank() -> float:
     """Seconds of processor time that waiting for half a second took."""
-    wire = shared_wire()
+    communicator = shared_communicator()
     message = torch.ones(4)
-    wire.all_reduce(message).wait()
-    if wire.rank == 2:
+    communicator.all_reduce(message).wait()
+    if communicator.rank == 2:
         time.sleep(0.5)
     busy = time.process_time()
-    wire.all_reduce(message).wait()
+    communicator.all_reduce(message).wait()
     return time.process_time() - busy
 
 
@@ -172,12 +172,12 @@ def test_waiting_costs_no_processor_time(own_ranks: Callable[[int], RankPool]) -
 
 
 def start_different_collectives() -> str:
-    wire = shared_wire()
-    tensor = torch.ones(5 if wire.rank == 1 else 3)
+    communicator = shared_communicator()
+    tensor = torch.ones(5 if communicator.rank == 1 else 3)
     with pytest.raises(gradsync.MismatchError) as raised:
-        wire.all_reduce(tensor).wait()
+        communicator.all_reduce(tensor).wait()
     after = torch.ones(2)
-    wire.all_reduce(after).wait()
+    communicator.all_reduce(after).wait()
     assert after.tolist() == [3.0, 3.0], "the collective after a refused one is as good as any"
     return str(raised.value)
 
@@ -189,19 +189,19 @@ def test_different_collectives_are_refused_on_all_ranks(own_ranks: Callable[[int
 
 
 def go_on_until_rank_1_is_killed(numel: int, with_child: bool) -> float:
-    wire = shared_wire()
-    bucket = wire.allocate(numel, torch.float32, CPU)
+    communicator = shared_communicator()
+    bucket = communicator.allocate(numel, torch.float32, CPU)
     child = 0
-    if wire.rank == 1 and with_child:
+    if communicator.rank == 1 and with_child:
         # Like a worker of a DataLoader, which may live on for a while.
         child = os.fork()
         if child == 0:
             time.sleep(5)
             os._exit(0)
     for number in range(1000):
-        if wire.rank == 1 and number == 3:
+        if communicator.rank == 1 and number == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        wire.all_reduce(bucket).wait()
+        communicator.all_reduce(bucket).wait()
     return 0.0
 
 
@@ -226,19 +226,19 @@ kept: list[SharedMemoryCommunicator] = []
 
 def end_while_it_is_looked_for() -> str:
     """Rank 1, which has not come, ends between two looks: the post of whoever noticed is not the rank's."""
-    wire = shared_wire()
-    kept.append(wire)
+    communicator = shared_communicator()
+    kept.append(communicator)
     said = ""
-    if wire.rank == 0:
+    if communicator.rank == 0:
 
         def spin(semaphore: Any) -> bool:
-            wire._signals._note_end(1)
+            communicator._signals._note_end(1)
             return bool(semaphore.try_take())
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(shared_signals, "_spin", spin)
             with pytest.raises(gradsync.PeerFailedError) as raised:
-                wire.all_reduce(torch.ones(3)).wait()
+                communicator.all_reduce(torch.ones(3)).wait()
         said = str(raised.value)
     dist.barrier()
     return said
@@ -250,13 +250,13 @@ def test_an_end_is_not_taken_for_a_coming(own_ranks: Callable[[int], RankPool]) 
 
 def leave_first() -> list[float]:
     """A rank that has done its part may go, and the others get their result all the same."""
-    wire = shared_wire()
+    communicator = shared_communicator()
     tensors = [torch.ones(100_000) for _ in range(3)]
-    handles = [wire.all_reduce(tensor) for tensor in tensors]
+    handles = [communicator.all_reduce(tensor) for tensor in tensors]
     for handle in handles:
         handle.wait()
-    if wire.rank == 0:
-        wire.close()
+    if communicator.rank == 0:
+        communicator.close()
     return [float(tensor.mean()) for tensor in tensors]
 
 
@@ -297,12 +297,12 @@ def short_of_memory(rank: int, nbytes: int) -> Iterator[list[str]]:
 
 
 def allocate_too_much() -> tuple[list[str], float]:
-    wire = shared_wire()
-    with short_of_memory(wire.rank, 10_000_000) as lines:
-        buckets = [wire.allocate(3_000_000, torch.float32, CPU) for _ in range(2)]
+    communicator = shared_communicator()
+    with short_of_memory(communicator.rank, 10_000_000) as lines:
+        buckets = [communicator.allocate(3_000_000, torch.float32, CPU) for _ in range(2)]
     for bucket in buckets:
-        bucket.fill_(wire.rank)
-        wire.all_reduce(bucket).wait()
+        bucket.fill_(communicator.rank)
+        communicator.all_reduce(bucket).wait()
     return lines, float(buckets[0].mean() + buckets[1].mean())
 
 
@@ -316,12 +316,12 @@ def test_buckets_that_cannot_be_shared_take_another_way(own_ranks: Callable[[int
 
 
 def train_without_shared_memory() -> tuple[str, list[str], torch.Tensor]:
-    wire = group_wire()
+    communicator = group_communicator()
     torch.manual_seed(0)
-    with short_of_memory(wire.rank, 1000) as lines:
+    with short_of_memory(communicator.rank, 1000) as lines:
         choice = fit_communicator(ProcessGroupCommunicator(dist.new_group()), CPU)
     model = gradsync.DistributedDataParallel(nn.Linear(3, 1), communicator=choice.communicator)
-    model(torch.full((1, 3), float(wire.rank))).sum().backward()
+    model(torch.full((1, 3), float(communicator.rank))).sum().backward()
     assert model.module.weight.grad is not None
     return str(choice), lines, model.module.weight.grad
 

@@ -26,24 +26,26 @@ COUNTS: dict[int, list[tuple[int, ...]]] = {
 
 
 def gather(all_counts: list[tuple[int, ...] | None], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Every other one into memory of the wire's own, and with the share in its place already."""
-    wire = choose_communicator()
+    """Every other one into memory of the communicator's own, and with the share in its place already."""
+    communicator = choose_communicator()
     outputs, handles, sent = [], [], []
     for number, counts in enumerate(all_counts):
-        sizes = counts or (7,) * wire.world_size
-        tensor = pattern(wire.rank, sizes[wire.rank], dtype)
+        sizes = counts or (7,) * communicator.world_size
+        tensor = pattern(communicator.rank, sizes[communicator.rank], dtype)
         output = torch.zeros(sum(sizes), dtype=dtype)
         if number % 2:
-            output = wire.allocate(sum(sizes), dtype, wire.device)
-            mine = output.split(sizes)[wire.rank]
+            output = communicator.allocate(sum(sizes), dtype, communicator.device)
+            mine = output.split(sizes)[communicator.rank]
             tensor = mine.copy_(tensor)
-        handles.append(wire.all_gather(output, tensor, counts))
+        handles.append(communicator.all_gather(output, tensor, counts))
         outputs.append(output)
         sent.append(tensor)
     for handle in handles:
         handle.wait()
     for tensor in sent:
-        assert torch.equal(tensor, pattern(wire.rank, tensor.numel(), dtype).to(tensor.device)), "it has changed"
+        assert torch.equal(tensor, pattern(communicator.rank, tensor.numel(), dtype).to(tensor.device)), (
+            "it has changed"
+        )
     return [output.clone() for output in outputs]
 
 
@@ -60,15 +62,15 @@ def test_shares_are_gathered_in_rank_order(ranks: Ranks, dtype: torch.dtype) -> 
 
 
 def scatter(all_counts: list[tuple[int, ...] | None], op: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     outputs, handles = [], []
     for number, counts in enumerate(all_counts):
-        sizes = counts or (7,) * wire.world_size
-        tensor = pattern(wire.rank, sum(sizes), dtype)
+        sizes = counts or (7,) * communicator.world_size
+        tensor = pattern(communicator.rank, sum(sizes), dtype)
         if number % 2:
-            tensor = wire.allocate(sum(sizes), dtype, wire.device).copy_(tensor)
-        output = torch.zeros(sizes[wire.rank], dtype=dtype)
-        handles.append(wire.reduce_scatter(output, tensor, op, counts))  # type: ignore[arg-type]
+            tensor = communicator.allocate(sum(sizes), dtype, communicator.device).copy_(tensor)
+        output = torch.zeros(sizes[communicator.rank], dtype=dtype)
+        handles.append(communicator.reduce_scatter(output, tensor, op, counts))  # type: ignore[arg-type]
         outputs.append(output)
     for handle in handles:
         handle.wait()
@@ -100,13 +102,13 @@ def test_every_rank_gets_its_share_of_the_reduction(ranks: Ranks, op: str, dtype
 
 
 def scatter_in_place(counts: tuple[int, ...] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    wire = choose_communicator()
-    sizes = counts or (7,) * wire.world_size
-    tensor = pattern(wire.rank, sum(sizes), torch.float64)
-    share = tensor.split(sizes)[wire.rank]
-    wire.reduce_scatter(share, tensor, "sum", counts).wait()
+    communicator = choose_communicator()
+    sizes = counts or (7,) * communicator.world_size
+    tensor = pattern(communicator.rank, sum(sizes), torch.float64)
+    share = tensor.split(sizes)[communicator.rank]
+    communicator.reduce_scatter(share, tensor, "sum", counts).wait()
     kept = share.clone()
-    wire.all_gather(tensor, share, counts).wait()
+    communicator.all_gather(tensor, share, counts).wait()
     return kept, tensor
 
 
@@ -125,14 +127,16 @@ def part(sender: int, receiver: int, count: int, dtype: torch.dtype) -> torch.Te
 
 def exchange(sizes: list[list[int]] | None, dtype: torch.dtype) -> torch.Tensor:
     """`sizes[sender][receiver]`, or five each, and then nothing is said of sizes."""
-    wire = choose_communicator()
-    everybody = range(wire.world_size)
-    known = sizes or [[5] * wire.world_size] * wire.world_size
-    tensor = torch.cat([part(wire.rank, receiver, known[wire.rank][receiver], dtype) for receiver in everybody])
-    arriving = [known[sender][wire.rank] for sender in everybody]
+    communicator = choose_communicator()
+    everybody = range(communicator.world_size)
+    known = sizes or [[5] * communicator.world_size] * communicator.world_size
+    tensor = torch.cat(
+        [part(communicator.rank, receiver, known[communicator.rank][receiver], dtype) for receiver in everybody]
+    )
+    arriving = [known[sender][communicator.rank] for sender in everybody]
     output = torch.zeros(sum(arriving), dtype=dtype)
-    counts = () if sizes is None else (arriving, known[wire.rank])
-    wire.all_to_all(output, tensor, *counts).wait()
+    counts = () if sizes is None else (arriving, known[communicator.rank])
+    communicator.all_to_all(output, tensor, *counts).wait()
     return output
 
 
@@ -154,51 +158,51 @@ def test_everybody_sends_to_everybody(ranks: Ranks, kind: str, dtype: torch.dtyp
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def refusals(wire: Communicator) -> list[tuple[str, Callable[[], Any]]]:
-    n = wire.world_size
+def refusals(communicator: Communicator) -> list[tuple[str, Callable[[], Any]]]:
+    n = communicator.world_size
     floats, whole, complex_numbers = torch.ones(2 * n), torch.ones(2 * n).long(), torch.ones(2 * n).cfloat()
     one = [1] * n
     return [
-        ("op must be one of sum, average, max, got 'mean'", lambda: wire.all_reduce(floats, "mean")),  # type: ignore[arg-type]
-        ("no average, got torch.int64", lambda: wire.all_reduce(whole, "average")),
-        ("no maximum, got torch.complex64", lambda: wire.all_reduce(complex_numbers, "max")),
-        ("dense tensors, got layout torch.sparse_coo", lambda: wire.all_reduce(floats.to_sparse())),
-        ("cannot add up torch.float8_e5m2", lambda: wire.all_reduce(floats.to(torch.float8_e5m2))),
-        (f"source must be in 0..{n - 1}, got {n}", lambda: wire.broadcast(floats, n)),
-        ("got -1", lambda: wire.broadcast(floats, -1)),
-        ("one dtype", lambda: wire.all_gather(whole, torch.ones(2))),
-        (f"{n} equal shares: output is {2 * n} ×", lambda: wire.all_gather(floats, torch.ones(3))),
-        ("contiguous", lambda: wire.all_gather(torch.ones(4 * n)[::2], torch.ones(2))),
-        ("no average", lambda: wire.reduce_scatter(torch.ones(2).long(), whole, "average")),
-        (f"{n} equal shares: tensor is {2 * n} ×", lambda: wire.reduce_scatter(torch.ones(3), floats)),
-        (f"counts {one} make {n} elements", lambda: wire.reduce_scatter(torch.ones(1), floats, "sum", one)),
-        (f"{n} numbers", lambda: wire.reduce_scatter(torch.ones(2), floats, "sum", [2] * (n + 1))),
+        ("op must be one of sum, average, max, got 'mean'", lambda: communicator.all_reduce(floats, "mean")),  # type: ignore[arg-type]
+        ("no average, got torch.int64", lambda: communicator.all_reduce(whole, "average")),
+        ("no maximum, got torch.complex64", lambda: communicator.all_reduce(complex_numbers, "max")),
+        ("dense tensors, got layout torch.sparse_coo", lambda: communicator.all_reduce(floats.to_sparse())),
+        ("cannot add up torch.float8_e5m2", lambda: communicator.all_reduce(floats.to(torch.float8_e5m2))),
+        (f"source must be in 0..{n - 1}, got {n}", lambda: communicator.broadcast(floats, n)),
+        ("got -1", lambda: communicator.broadcast(floats, -1)),
+        ("one dtype", lambda: communicator.all_gather(whole, torch.ones(2))),
+        (f"{n} equal shares: output is {2 * n} ×", lambda: communicator.all_gather(floats, torch.ones(3))),
+        ("contiguous", lambda: communicator.all_gather(torch.ones(4 * n)[::2], torch.ones(2))),
+        ("no average", lambda: communicator.reduce_scatter(torch.ones(2).long(), whole, "average")),
+        (f"{n} equal shares: tensor is {2 * n} ×", lambda: communicator.reduce_scatter(torch.ones(3), floats)),
+        (f"counts {one} make {n} elements", lambda: communicator.reduce_scatter(torch.ones(1), floats, "sum", one)),
+        (f"{n} numbers", lambda: communicator.reduce_scatter(torch.ones(2), floats, "sum", [2] * (n + 1))),
         (
             "not negative",
-            lambda: wire.all_gather(floats, torch.ones(2), [2 * n + 1, -1, *[0] * n][:n] if n > 1 else [-1]),
+            lambda: communicator.all_gather(floats, torch.ones(2), [2 * n + 1, -1, *[0] * n][:n] if n > 1 else [-1]),
         ),
-        ("tensor is 3 ×", lambda: wire.all_gather(floats, torch.ones(3), [2] * n)),
-        ("one dtype", lambda: wire.all_to_all(whole, floats)),
-        ("counts", lambda: wire.all_to_all(floats, floats, [1] * n, [1] * n)),
-        ("sends itself", lambda: wire.all_to_all(floats, torch.ones(3 * n), [2] * n, [3] * n)),
+        ("tensor is 3 ×", lambda: communicator.all_gather(floats, torch.ones(3), [2] * n)),
+        ("one dtype", lambda: communicator.all_to_all(whole, floats)),
+        ("counts", lambda: communicator.all_to_all(floats, floats, [1] * n, [1] * n)),
+        ("sends itself", lambda: communicator.all_to_all(floats, torch.ones(3 * n), [2] * n, [3] * n)),
     ]
 
 
 def be_refused() -> list[tuple[str, str]]:
     """All of them, and then the communicator is as good as new, and has counted none."""
-    wire = choose_communicator()
-    first = wire.all_reduce(torch.ones(1))
+    communicator = choose_communicator()
+    first = communicator.all_reduce(torch.ones(1))
     first.wait()
     said = []
-    for words, attempt in refusals(wire):
+    for words, attempt in refusals(communicator):
         with pytest.raises(ConfigurationError) as raised:
             attempt()
         said.append((words, str(raised.value)))
-    assert wire.failure is None
+    assert communicator.failure is None
     tensor = torch.ones(2)
-    handle = wire.all_reduce(tensor)
+    handle = communicator.all_reduce(tensor)
     handle.wait()
-    assert tensor.tolist() == [wire.world_size] * 2
+    assert tensor.tolist() == [communicator.world_size] * 2
     numbers = [int(each.describe().split()[1]) for each in (first, handle)]
     assert numbers[1] == numbers[0] + 1
     return said

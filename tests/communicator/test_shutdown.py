@@ -1,4 +1,4 @@
-"""The end of a process: nothing of a wire is at work when the interpreter ends, whatever was under way."""
+"""The end of a process: nothing of a communicator is at work when the interpreter ends, whatever was under way."""
 
 import os
 import subprocess
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from gradsync.communicator import SharedMemoryCommunicator, shutdown
 from gradsync.communicator.shared_heap import HostPeers
 from gradsync.communicator.shutdown import MOST_KEPT, UnderWay
+from tests.communicators import fresh_communicator
 from tests.ranks import RankPool
 from tests.scripts import free_port
-from tests.wires import fresh_wire
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -48,7 +48,7 @@ def test_threads_of_gloo_are_given_a_moment(monkeypatch: pytest.MonkeyPatch) -> 
     assert next(looks) == ["R", "R"]
 
 
-def test_a_wire_over_others_leaves_before_them() -> None:
+def test_a_communicator_over_others_leaves_before_them() -> None:
     """Or its thread would begin theirs anew, after they have left."""
     left = []
 
@@ -63,22 +63,22 @@ def test_a_wire_over_others_leaves_before_them() -> None:
         def shutdown(self, seconds: float) -> None:
             left.append(self.name)
 
-    wires = [BaseCommunicator(f"wire {number}") for number in range(20)]
+    communicators = [BaseCommunicator(f"communicator {number}") for number in range(20)]
     shutdown.shut_down_all()
-    assert left == [wire.name for wire in reversed(wires)]
+    assert left == [communicator.name for communicator in reversed(communicators)]
 
 
 def give_up_unwatched() -> list[str]:
     """The thread that watches sees nothing of it: it comes when the sockets are closed, and their numbers others'."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostPeers, "watch", lambda *_: None)
-        wire = fresh_wire("shared-memory", 60.0)
-    assert isinstance(wire, SharedMemoryCommunicator)
-    if wire.rank == 0:
-        wire.all_reduce(torch.ones(100_000))
+        communicator = fresh_communicator("shared-memory", 60.0)
+    assert isinstance(communicator, SharedMemoryCommunicator)
+    if communicator.rank == 0:
+        communicator.all_reduce(torch.ones(100_000))
         time.sleep(0.3)
-    # Not as long as the wire itself would wait.
-    wire.shutdown(20.0)
+    # Not as long as the communicator itself would wait.
+    communicator.shutdown(20.0)
     left = [thread.name for thread in threading.enumerate() if thread.name == "gradsync-shared-memory"]
     dist.barrier()
     return left
@@ -89,14 +89,14 @@ def test_giving_up_does_not_depend_on_who_watches(own_ranks: Callable[[int], Ran
 
 
 def leave_with_something_under_way(seconds: float) -> tuple[list[str], bool, list[str]]:
-    """On rank 0 a collective that nobody else comes to, on every wire with a thread of its own, and on the group."""
-    wires = [fresh_wire(name, 30.0) for name in ("peer-exchange", "shared-memory", "hosts-1+1")]
-    group = fresh_wire("group", 30.0)
+    """On rank 0 a collective that nobody else comes to, on every communicator with its own thread, and on the group."""
+    communicators = [fresh_communicator(name, 30.0) for name in ("peer-exchange", "shared-memory", "hosts-1+1")]
+    group = fresh_communicator("group", 30.0)
     tensor = torch.ones(3)
     references, failures = sys.getrefcount(tensor), []
     if group.rank == 0:
-        for wire in wires:
-            wire.all_reduce(torch.ones(100_000))
+        for communicator in communicators:
+            communicator.all_reduce(torch.ones(100_000))
         group.all_reduce(tensor)
         references = sys.getrefcount(tensor)
         time.sleep(seconds)
@@ -104,7 +104,7 @@ def leave_with_something_under_way(seconds: float) -> tuple[list[str], bool, lis
     shutdown.PATIENCE_SECONDS = 10.0
     shutdown.shut_down_all()
     if group.rank == 0:
-        failures = [str(wire.failure) for wire in wires]
+        failures = [str(communicator.failure) for communicator in communicators]
     names = ("gradsync peer exchange", "gradsync-shared-memory", "gradsync hierarchy")
     left = [thread.name for thread in threading.enumerate() if thread.name in names]
     is_kept = sys.getrefcount(tensor) == references + 1
@@ -126,11 +126,11 @@ LEAVE = """
 import time, torch, torch.distributed as dist
 from gradsync.communicator import PeerExchangeCommunicator
 dist.init_process_group("gloo")
-wire = PeerExchangeCommunicator(dist.distributed_c10d._get_default_group())
-wire.all_reduce(torch.ones(100_000)).wait()
+communicator = PeerExchangeCommunicator(dist.distributed_c10d._get_default_group())
+communicator.all_reduce(torch.ones(100_000)).wait()
 if dist.get_rank() == 0:
     for _ in range(2):
-        wire.all_reduce(torch.ones(1_000_000))
+        communicator.all_reduce(torch.ones(1_000_000))
     time.sleep(0.05)
 """
 

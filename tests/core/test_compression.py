@@ -19,8 +19,8 @@ from gradsync.core.reduction.codings import Blocks, FourLevels, Noise, Rounded, 
 from gradsync.errors import ConfigurationError, GradsyncError
 from gradsync.reduction import Cast, ErrorFeedback, LowRank, Quantize, Reduction, Sign, TopK
 from gradsync.testing import run_ranks
+from tests.communicators import WIRES
 from tests.ranks import RankPool, pool_of, seeded
-from tests.wires import WIRES
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -374,7 +374,7 @@ def test_when_the_rank_that_records_is_killed_another_one_goes_on_with_the_recor
     records = read_metrics(folder)
     done = [record["step"] for record in records if record["kind"] == "step"]
     assert done == sorted(set(done))
-    # The wire may take along what it still owed of the last step before the loss; nothing else is missing.
+    # The communicator may take along what it still owed of the last step before the loss; nothing else is missing.
     assert len(set(range(1, steps + 1)) - set(done)) <= 2
     assert any("1 ranks go on, after 2" in record.get("text", "") for record in records)
     assert json.loads((folder / "summary.json").read_text())["step"] == steps

@@ -10,9 +10,9 @@ from gradsync import DistributedDataParallel, MismatchError, OverlappedOptimizer
 from gradsync.communicator.checks import collectives_differ, missing_step
 from gradsync.health.watch.detector import Suspect
 from gradsync.health.watch.messages import suspect_text
+from tests.communicators import fresh_communicator
 from tests.health.test_watch import MEMBERS, stands
 from tests.ranks import pool_of
-from tests.wires import fresh_wire
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -20,8 +20,8 @@ CALL = "Call step() on every rank in each window"
 
 
 def leave_out_a_step(kind: str) -> str:
-    wire: Any = fresh_wire("shared-memory", 30.0)
-    model = DistributedDataParallel(torch.nn.Linear(8, 8), communicator=wire)
+    communicator: Any = fresh_communicator("shared-memory", 30.0)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8), communicator=communicator)
     if kind == "sharded":
         optimizer: Any = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     else:
@@ -29,12 +29,12 @@ def leave_out_a_step(kind: str) -> str:
     try:
         for step in range(5):
             model(torch.ones(2, 8)).sum().backward()
-            if (wire.rank, step) != (1, 3):
+            if (communicator.rank, step) != (1, 3):
                 optimizer.step()
             optimizer.zero_grad()
     except Exception as error:
         # Or rank 1 would wait for the rest of what it has begun.
-        wire.abort("rank 0 has seen it")
+        communicator.abort("rank 0 has seen it")
         return f"{type(error).__name__}: {error}"
     return "nothing"
 

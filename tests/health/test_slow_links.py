@@ -89,7 +89,7 @@ def test_a_single_direction_is_named_and_what_nobody_explains_is_not() -> None:
 
 
 def test_links_to_others_than_ranks_carry_no_gradients() -> None:
-    """Checkpoints that go to a store. On devices whose wire is no connection of the kernel's there is nothing else."""
+    """Checkpoints that go to a store. On devices whose communicator has no sockets of the kernel's there are none."""
     detector = detector_of()
     quick, slow = read_sent(
         [["10.0.0.1", "10.0.0.0", 8 * MILLION, 0.1], ["10.0.0.1", "192.0.2.7", 8 * MILLION, 1.0]],
@@ -164,9 +164,9 @@ def test_links_are_asked_for_when_the_wire_is_slow_and_only_between_hosts() -> N
         detector = detector_of(hosts)
         asked = []
         for window in range(1, 101):
-            wire = 0.001 if window <= 50 else 0.03
+            communication = 0.001 if window <= 50 else 0.03
             for member in range(2):
-                detector.add(member, Pace(last=window, own=(0.02,), waited=(wire,)), 0.0)
+                detector.add(member, Pace(last=window, own=(0.02,), waited=(communication,)), 0.0)
             if detector.asks_for_links:
                 detector.asks_for_links = False
                 asked.append(window)
@@ -175,7 +175,7 @@ def test_links_are_asked_for_when_the_wire_is_slow_and_only_between_hosts() -> N
 
 
 def test_where_two_models_are_trained_the_wire_is_not_judged() -> None:
-    """Rank 0 waits before the one, rank 1 before the other: both wait, and not for the wire."""
+    """Rank 0 waits before the one, rank 1 before the other: both wait, and not for the network."""
     for models in (2, 1):
         detector, said = detector_of(), list[str]()
         for window in range(1, 101):

@@ -1,4 +1,4 @@
-"""A rank that all others wait for is named, with what it computes; the wire is told apart."""
+"""A rank that all others wait for is named, with what it computes; slow communication is told apart."""
 
 import contextlib
 import dataclasses
@@ -56,18 +56,18 @@ LATE_SECONDS = 0.1
 NAMED_WITHIN = 15
 MEMBERS = [Member(rank=rank, host="ab"[rank // 2], process=100 + rank) for rank in range(4)]
 
-# What each rank works in a window, and what the wire takes.
+# What each rank works in a window, and what communication takes.
 Times = Callable[[random.Random, int], tuple[Sequence[float], float]]
 
 
-def told(window: int, owns: Sequence[float], wire: float = 0.004) -> Round:
+def told(window: int, owns: Sequence[float], communication: float = 0.004) -> Round:
     """All ranks leave the window together: who is early waits."""
     last = max(owns)
     return Round(
         model=0,
         window=window,
         own=dict(enumerate(owns)),
-        waited={member: last - own + wire for member, own in enumerate(owns)},
+        waited={member: last - own + communication for member, own in enumerate(owns)},
     )
 
 
@@ -89,8 +89,8 @@ def equal(ranks: int, noise: float, own: float = 0.02) -> Times:
 
 def slowed(times: Times, rank: int, by: float, since: int) -> Times:
     def slow(numbers: random.Random, window: int) -> tuple[Sequence[float], float]:
-        owns, wire = times(numbers, window)
-        return [own * (1 + by * (number == rank and window > since)) for number, own in enumerate(owns)], wire
+        owns, communication = times(numbers, window)
+        return [own * (1 + by * (number == rank and window > since)) for number, own in enumerate(owns)], communication
 
     return slow
 
@@ -378,11 +378,11 @@ def test_waiting_is_no_work(rank_pool: RankPool) -> None:
 
 
 def meet_late() -> Pace:
-    wire = gradsync.communicator.ProcessGroupCommunicator(dist.new_group())
+    communicator = gradsync.communicator.ProcessGroupCommunicator(dist.new_group())
     meter, before = PaceMeter(), waited_here()
     for _ in range(10):
         time.sleep(LATE_SECONDS if dist.get_rank() == 1 else 0.0)
-        wire.all_reduce(torch.ones(4)).wait()
+        communicator.all_reduce(torch.ones(4)).wait()
         meter.window_ended()
     assert waited_here() > before
     meter.window_ended(worked=False)
@@ -501,7 +501,7 @@ def test_a_slow_rank_is_named_on_rank_0(rank_pool: RankPool) -> None:
     assert others == []
 
 
-# -- the wire ---------------------------------------------------------------------------------------------------------
+# -- slow communication -----------------------------------------------------------------------------------------------
 
 
 def heard(detector: CommunicationDetector, times: Times, windows: range, seed: int = 0) -> list[tuple[int, Slowdown]]:

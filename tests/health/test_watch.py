@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ MEMBERS = tuple(Member(rank=number, host="here", process=100 + number) for numbe
 def stands(
     started: int = 0, *, waits: int = 0, seconds: float = 0.0, what: str = "all_reduce", **more: Any
 ) -> RankStatus:
-    """A rank that has started so many collectives on its only wire, and waits in one of them, or in none."""
+    """A rank that has started so many collectives on its only communicator, and waits in one of them, or in none."""
     awaited = (
         (Wait(communicator=0, place=waits, what=f"collective {waits} ({what})", seconds=seconds),) if waits else ()
     )
@@ -72,8 +73,8 @@ def test_a_rank_that_is_held_up_itself_is_not_the_cause() -> None:
     assert set(roots(crossed)) == {0, 1}
 
 
-def wait_on(wire: int, place: int) -> Wait:
-    return Wait(communicator=wire, place=place, what="collective 1 (broadcast)", seconds=9.0)
+def wait_on(communicator: int, place: int) -> Wait:
+    return Wait(communicator=communicator, place=place, what="collective 1 (broadcast)", seconds=9.0)
 
 
 def test_nobody_is_blamed_while_all_are_in_the_same_collective() -> None:
@@ -236,23 +237,23 @@ class Engine:
 
 def test_a_sampler_sees_waits_and_how_long_nothing_has_changed() -> None:
     first, second = Engine(3), Engine(1, busy=True)
-    wire = InProcessWorld(1).communicator(0)
-    guards = Guards(wire)
+    communicator = InProcessWorld(1).communicator(0)
+    guards = Guards(communicator)
     for _ in range(2):
-        guards.add(wire, str, lambda number, message: None)
-    assert guards.states == [wire.state]
+        guards.add(communicator, str, lambda number, message: None)
+    assert guards.states == [communicator.state]
     sampler = Sampler(lambda: guards.states)
     sampler.add(first)
     sampler.add(second)
     assert sampler.sample(10.0).windows == 1, "the one that is at work"
     second.busy = False
     assert sampler.sample(20.0).windows == 3
-    wire.all_reduce(torch.ones(1)).wait()
+    communicator.all_reduce(torch.ones(1)).wait()
     assert sampler.sample(30.0).started == (1,)
     assert sampler.sample(34.0).seconds == pytest.approx(4.0)
-    collective = Collective(wire, "all_reduce", "sum", 3, torch.float32)
+    collective = Collective(communicator, "all_reduce", "sum", 3, torch.float32)
     collective.place = 2
-    wire.state.waits[collective] = 35.0
+    communicator.state.waits[collective] = 35.0
     (wait,) = sampler.sample(37.5).waits
     assert (wait.communicator, wait.place, wait.seconds) == (0, 2, 2.5)
     assert "all_reduce sum of 3" in wait.what
@@ -291,10 +292,21 @@ def test_whatever_is_read_as_a_standing_does_no_harm(told: Any) -> None:
 
 
 def hear(told: list[Any]) -> tuple[list[Any], dict[int, Any]]:
+    heard: Future[None] = Future()
+
+    def hear_all(now: float) -> None:
+        try:
+            for each in told:
+                for name in ("beat", "suspects", "ended", "error", "given_up"):
+                    hub.agent._take(HUB, {"beat": {}, name: each} if name == "suspects" else {name: each}, now)
+            heard.set_result(None)
+        except BaseException as error:
+            heard.set_exception(error)
+
     with Hub() as hub:
-        for each in told:
-            for name in ("beat", "suspects", "ended", "error", "given_up"):
-                hub.agent._take(HUB, {"beat": {}, name: each} if name == "suspects" else {name: each}, 0.0)
+        # On the watch's own thread, which sends at the same time.
+        hub.agent._request(hear_all)
+        heard.result(30.0)
         return hub.agent._reported, hub.agent._detector.exits
 
 
@@ -412,7 +424,7 @@ def lines_that_end() -> dict[str, Any]:
         lines[3].close()
         exits = hub.agent._detector.exits
         assert eventually(lambda: {1, 3} <= set(exits) and 2 not in hub.agent._lines)
-        told = hub.agent.failure_message("The wire failed")
+        told = hub.agent.failure_message("The communicator failed")
         return {"endings": {rank: each.left for rank, each in exits.items()}, "told": told}
 
 
@@ -420,7 +432,7 @@ def test_a_goodbye_a_broken_line_and_an_end_are_told_apart() -> None:
     (outcome,) = pool_of(1).run(lines_that_end)
     assert outcome["endings"] == {1: True, 3: False}
     assert outcome["told"].startswith("rank 3 (process 103 on here) has ended without a word")
-    assert outcome["told"].endswith("The wire failed")
+    assert outcome["told"].endswith("The communicator failed")
 
 
 def watch_that_fails() -> tuple[list[dict[str, Any]], str]:
@@ -447,13 +459,13 @@ def test_a_watch_that_fails_is_no_sign_of_a_lost_rank() -> None:
 
 
 def lose_what_waits() -> tuple[str, str, str]:
-    """Of two wires the one on which somebody waits for a rank that has gone, and not the other."""
+    """Of two communicators the one on which somebody waits for a rank that has gone, and not the other."""
     with Hub() as hub:
         line = hub.lines[1]
         busy, idle = (InProcessWorld(2).communicator(0) for _ in range(2))
         engine = Engine(3)
-        for wire in (busy, idle):
-            hub.agent.guard(wire)
+        for communicator in (busy, idle):
+            hub.agent.guard(communicator)
         hub.agent.sampler.add(engine)
         said: list[str] = []
 
@@ -472,7 +484,7 @@ def lose_what_waits() -> tuple[str, str, str]:
         return said[0], str(busy.failure), str(idle.failure)
 
 
-def test_only_who_waits_for_a_lost_rank_loses_its_wire() -> None:
+def test_only_who_waits_for_a_lost_rank_loses_its_communicator() -> None:
     ((said, failure, other),) = pool_of(1).run(lose_what_waits)
     assert said == failure
     assert said.startswith("rank 1 (process 101 on here) has ended without a word")

@@ -66,8 +66,8 @@ class Heard(logging.Handler):
 class Training:
     """A model whose gradients travel in several buckets, over a group of its own."""
 
-    def __init__(self, wire: str, timeout: float = 60.0) -> None:
-        os.environ["GRADSYNC_TRANSPORT"] = wire
+    def __init__(self, transport: str, timeout: float = 60.0) -> None:
+        os.environ["GRADSYNC_TRANSPORT"] = transport
         torch.manual_seed(0)
         self.group = dist.new_group(timeout=timedelta(seconds=timeout))
         layers = [nn.Linear(64, 64) for _ in range(4)]
@@ -116,9 +116,9 @@ def run_processes(function: Callable[..., None], size: int, *arguments: object, 
 # -- ranks that end ---------------------------------------------------------------------------------------------------
 
 
-def train_until_one_ends(wire: str, victim: int, seconds: float, number: int) -> NoReturn:
+def train_until_one_ends(transport: str, victim: int, seconds: float, number: int) -> NoReturn:
     """At any moment the victim is killed, or ends its process itself."""
-    training = Training(wire)
+    training = Training(transport)
     training.step()
     if dist.get_rank() == victim:
         end = (lambda: os._exit(3)) if number == 0 else (lambda: os.kill(os.getpid(), number))
@@ -133,15 +133,15 @@ def train_until_one_ends(wire: str, victim: int, seconds: float, number: int) ->
     "number", [signal.SIGKILL, pytest.param(0, marks=pytest.mark.breadth)], ids=["killed", "_exit"]
 )
 @pytest.mark.parametrize(
-    ("size", "wire"), [(2, "auto"), (3, "group"), pytest.param(3, "peer-exchange", marks=pytest.mark.breadth)]
+    ("size", "transport"), [(2, "auto"), (3, "group"), pytest.param(3, "peer-exchange", marks=pytest.mark.breadth)]
 )
 def test_a_rank_that_ends_at_any_moment_is_named_by_all_others(
-    pools: dict[int, RankPool], size: int, wire: str, number: int
+    pools: dict[int, RankPool], size: int, transport: str, number: int
 ) -> None:
     pool, chance = pools[size], random.Random()
     pool.run(os.getpid)
     pids, victim, seconds = pool.pids(), chance.randrange(size), chance.uniform(0.0, 0.3)
-    answers = pool.run(train_until_one_ends, wire, victim, seconds, number, expect_errors=True)
+    answers = pool.run(train_until_one_ends, transport, victim, seconds, number, expect_errors=True)
     for rank, answer in enumerate(answers):
         assert isinstance(answer, RankError)
         if rank == victim:
@@ -268,9 +268,9 @@ def share_memory(victim: int, happens: Callable[[], None]) -> list[str]:
     training.step()
     if dist.get_rank() == victim:
         happens()
-    wire = training.model.communicator
-    assert isinstance(wire, SharedMemoryCommunicator)
-    assert wire.allocate(1 << 20, torch.float32, torch.device("cpu")).numel() == 1 << 20
+    communicator = training.model.communicator
+    assert isinstance(communicator, SharedMemoryCommunicator)
+    assert communicator.allocate(1 << 20, torch.float32, torch.device("cpu")).numel() == 1 << 20
     training.step()
     return heard.lines
 

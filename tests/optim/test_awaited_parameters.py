@@ -210,13 +210,13 @@ class Shuffled(nn.Module):
 
 
 def train_shuffled(kind: str, steps: int, differ: bool) -> list[torch.Tensor]:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = DistributedDataParallel(filled(Shuffled().double()), bucket_cap_mb=1e-3)
     optimizer = make(kind, torch.optim.AdamW, model, lr=1e-2)
     for step in range(steps):
-        generator = torch.Generator().manual_seed(step * 8 + (wire.rank if differ else 0))
+        generator = torch.Generator().manual_seed(step * 8 + (communicator.rank if differ else 0))
         order = torch.randperm(5, generator=generator)[: 1 + step % 5].tolist()
-        model(batch(wire.rank, step, width=6), order).backward()
+        model(batch(communicator.rank, step, width=6), order).backward()
         optimizer.step()
         optimizer.zero_grad()
     return parameters_of(model)
@@ -274,18 +274,18 @@ def test_a_failed_backward_is_skipped_by_all(ranks: Ranks, late: bool) -> None:
     assert_same([parameters for parameters, _ in ours], theirs[0][0])
 
 
-def lose_the_wire(stepped: threading.Event) -> list[str]:
+def lose_the_communicator(stepped: threading.Event) -> list[str]:
     """Rank 1 gives up before its second step: rank 0 can read neither old parameters nor new ones from then on."""
-    wire = choose_communicator()
-    model = DistributedDataParallel(net(), communicator=wire)
+    communicator = choose_communicator()
+    model = DistributedDataParallel(net(), communicator=communicator)
     optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.3), model)
     said = []
     for step in range(2):
         model(batch(0, step)).sum().backward()
-        if wire.rank == 1 and step == 1:
+        if communicator.rank == 1 and step == 1:
             # Before its step rank 0 would be told at once.
             assert stepped.wait(60)
-            wire.abort("the disk is full")
+            communicator.abort("the disk is full")
             return []
         optimizer.step()
         if step == 1:
@@ -299,7 +299,7 @@ def lose_the_wire(stepped: threading.Event) -> list[str]:
 
 
 def test_nobody_goes_on_with_half_of_the_parameters() -> None:
-    said, _ = ThreadRanks(2).run(lose_the_wire, threading.Event())
+    said, _ = ThreadRanks(2).run(lose_the_communicator, threading.Event())
     assert len(said) == 4
     assert all("the disk is full" in text for text in said)
 

@@ -36,10 +36,10 @@ from gradsync.communicator import Communicator, choose_communicator
 from gradsync.errors import GradsyncError, MisuseError
 from gradsync.optim.sharded.gather import AwaitedParameter, Gather, Gathers
 from gradsync.optim.sharded.update_thread import UpdateThread, end_records_at_once
+from tests.communicators import fresh_communicator
 from tests.optim.training import assert_same, batch, filled, parameters_of, take_steps, train_step
 from tests.ranks import Ranks
 from tests.scripts import run_scripts
-from tests.wires import fresh_wire
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -65,8 +65,8 @@ class Layers(nn.Module):
         return self.layers(x + self.rows(torch.tensor([[0, 3]], device=x.device)))
 
 
-def wrapped(wire: Communicator | None = None) -> DistributedDataParallel:
-    return DistributedDataParallel(filled(Layers().double()), bucket_cap_mb=TINY, communicator=wire)
+def wrapped(communicator: Communicator | None = None) -> DistributedDataParallel:
+    return DistributedDataParallel(filled(Layers().double()), bucket_cap_mb=TINY, communicator=communicator)
 
 
 def optimizer_of(kind: str, model: nn.Module) -> Any:
@@ -423,23 +423,23 @@ def test_an_interrupted_wait_goes_on(ranks: Ranks, kind: str) -> None:
 
 def interrupt_a_step(kind: str, part: float) -> str:
     """Rank 0 is interrupted somewhere in its third step, and reads: old parameters, or new ones."""
-    wire = fresh_wire("shared-memory", 30.0)
-    model = wrapped(wire)
+    communicator = fresh_communicator("shared-memory", 30.0)
+    model = wrapped(communicator)
     optimizer, most, before = optimizer_of(kind, model), 0, parameters_of(model)
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     for step in range(3):
-        model(batch(wire.rank, step, width=9)).square().mean().backward()
-        moment = 1 + int(most * part) if wire.rank == 0 and step == 2 else 0
+        model(batch(communicator.rank, step, width=9)).square().mean().backward()
+        moment = 1 + int(most * part) if communicator.rank == 0 and step == 2 else 0
         try:
             with at_moment(moment, interrupt) as count:
                 optimizer.step()
         except KeyboardInterrupt:
             # If its step has not begun, rank 1 waits for it in vain.
             read = parameters_of(model)
-            wire.abort("interrupted")
+            communicator.abort("interrupted")
             are_old = [torch.equal(mine, theirs) for mine, theirs in zip(read, before, strict=True)]
             assert all(are_old) or not any(are_old)
             return "old" if all(are_old) else "new"

@@ -39,9 +39,9 @@ Make = Callable[..., torch.optim.Optimizer]
 # -- as a plain one ---------------------------------------------------------------------------------------------------
 
 
-def train(kind: str, steps: int, bucket_cap_mb: Any = TINY, wire: str = "auto") -> list[torch.Tensor]:
+def train(kind: str, steps: int, bucket_cap_mb: Any = TINY, communicator: str = "auto") -> list[torch.Tensor]:
     rank = choose_communicator().rank
-    given = choose_communicator() if wire == "group" else None
+    given = choose_communicator() if communicator == "group" else None
     model = DistributedDataParallel(net(), bucket_cap_mb=bucket_cap_mb, communicator=given)
     optimizer = make(kind, torch.optim.AdamW, model, groups_of(model), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -56,7 +56,7 @@ def train(kind: str, steps: int, bucket_cap_mb: Any = TINY, wire: str = "auto") 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "steps", "bucket_cap_mb", "wire"),
+    ("ranks", "steps", "bucket_cap_mb", "communicator"),
     [
         (("threads", 3), 30, TINY, "auto"),
         pytest.param(("processes", 2), 200, TINY, "auto", marks=pytest.mark.breadth),
@@ -67,11 +67,11 @@ def train(kind: str, steps: int, bucket_cap_mb: Any = TINY, wire: str = "auto") 
     ids=["threads-3", "processes-2", "processes-3", "processes-3-group"],
 )
 def test_it_trains_to_the_parameters_of_a_plain_optimizer(
-    ranks: Ranks, steps: int, bucket_cap_mb: Any, wire: str
+    ranks: Ranks, steps: int, bucket_cap_mb: Any, communicator: str
 ) -> None:
     """With parameter groups, a schedule, clipping and windows of three micro-batches."""
-    theirs = ranks.run(train, "plain", steps, bucket_cap_mb, wire)[0]
-    assert_same(ranks.run(train, "sharded", steps, bucket_cap_mb, wire), theirs)
+    theirs = ranks.run(train, "plain", steps, bucket_cap_mb, communicator)[0]
+    assert_same(ranks.run(train, "sharded", steps, bucket_cap_mb, communicator), theirs)
 
 
 class Lion(torch.optim.Optimizer):
@@ -132,12 +132,12 @@ COURSE = ["left right", "right", "left right", "", "left", "right", "left right"
 
 
 def train_branches(kind: str, optimizer_class: Any, options: dict[str, Any], *, alone: bool = False) -> Any:
-    wire = choose_communicator()
+    communicator = choose_communicator()
     model = DistributedDataParallel(filled(Branches().double()), bucket_cap_mb=1e-3)
     optimizer = make(kind, optimizer_class, model, **options)
     for step, branches in enumerate(COURSE):
-        ours = "left right" if alone and wire.rank == wire.world_size - 1 else branches
-        model(batch(wire.rank, step, width=5), ours).backward()
+        ours = "left right" if alone and communicator.rank == communicator.world_size - 1 else branches
+        model(batch(communicator.rank, step, width=5), ours).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
     return parameters_of(model)
@@ -665,8 +665,8 @@ class Sensitive(torch.optim.SGD):
 
 
 def raise_in_a_share() -> str:
-    wire = choose_communicator()
-    model = DistributedDataParallel(filled(nn.Linear(8, 8).double()), communicator=wire)
+    communicator = choose_communicator()
+    model = DistributedDataParallel(filled(nn.Linear(8, 8).double()), communicator=communicator)
     optimizer = ShardedOptimizer(Sensitive(model.parameters(), lr=0.1), model)
     x = torch.ones(1, 8, dtype=torch.float64)
     (model(x) * torch.tensor([float("nan"), *[1.0] * 7])).sum().backward()

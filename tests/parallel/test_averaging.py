@@ -201,8 +201,8 @@ def test_a_gradient_that_is_dense_somewhere_becomes_dense_everywhere(ranks: Rank
 
 def mismatched(what: str) -> tuple[str, bool]:
     """The last rank differs. The error's text, and whether all gradients are as before."""
-    wire = choose_communicator()
-    odd = wire.rank == wire.world_size - 1
+    communicator = choose_communicator()
+    odd = communicator.rank == communicator.world_size - 1
     module = Bag(
         same=parameter(2),
         weight=parameter(*((3, 2) if odd and what == "shape" else (2, 3))),
@@ -211,10 +211,10 @@ def mismatched(what: str) -> tuple[str, bool]:
     if odd and what == "dtype":
         module.float()
     for each in module.parameters():
-        each.grad = values(wire.rank, *each.shape, dtype=each.dtype)
+        each.grad = values(communicator.rank, *each.shape, dtype=each.dtype)
     with pytest.raises(gradsync.MismatchError) as raised:
         gradsync.average_gradients(module)
-    untouched = [torch.equal(p.grad, values(wire.rank, *p.shape, dtype=p.dtype)) for p in module.parameters()]
+    untouched = [torch.equal(p.grad, values(communicator.rank, *p.shape, dtype=p.dtype)) for p in module.parameters()]
     return str(raised.value), all(untouched)
 
 

@@ -67,9 +67,9 @@ def by_hand(rank: int, steps: Sequence[int] = (0,), dtype: torch.dtype = torch.f
     return total
 
 
-def mean(*of_ranks: list[torch.Tensor], wire: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Their mean, halved and added up in ``wire``."""
-    return [sum((one / 2).to(wire) for one in pair).float() for pair in zip(*of_ranks, strict=True)]  # type: ignore[union-attr]
+def mean(*of_ranks: list[torch.Tensor], communicator: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Their mean, halved and added up in ``communicator``."""
+    return [sum((one / 2).to(communicator) for one in pair).float() for pair in zip(*of_ranks, strict=True)]  # type: ignore[union-attr]
 
 
 def assert_close(found: Any, expected: Any, rtol: float = 1e-6) -> None:
@@ -90,8 +90,10 @@ def cast_gradients(kwargs: dict[str, Any]) -> list[torch.Tensor]:
     [{"reduction": Cast(BF16)}, {"mixed_precision": _MixedPrecision(reduce_dtype=BF16)}],
     ids=["reduction", "reduce_dtype"],
 )
-def test_gradients_are_halved_and_added_in_the_dtype_of_the_wire(pair: RankPool, kwargs: dict[str, Any]) -> None:
-    expected = mean(by_hand(0), by_hand(1), wire=BF16)
+def test_gradients_are_halved_and_added_in_the_dtype_of_the_communicator(
+    pair: RankPool, kwargs: dict[str, Any]
+) -> None:
+    expected = mean(by_hand(0), by_hand(1), communicator=BF16)
     assert_same_bits([expected, *pair.run(cast_gradients, kwargs)])
 
 
@@ -139,7 +141,7 @@ def mixed_training(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("config", "wire"),
+    ("config", "communicator"),
     [
         (_MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32, buffer_dtype=torch.float32), torch.float32),
         (_MixedPrecision(param_dtype=BF16), BF16),
@@ -147,9 +149,11 @@ def mixed_training(config: Any) -> dict[str, Any]:
     ],
     ids=["reduce-float32", "reduce-as-computed", "all-bfloat16"],
 )
-def test_the_model_computes_in_bfloat16_and_keeps_float32(pair: RankPool, config: Any, wire: torch.dtype) -> None:
+def test_the_model_computes_in_bfloat16_and_keeps_float32(
+    pair: RankPool, config: Any, communicator: torch.dtype
+) -> None:
     results = pair.run(mixed_training, config)
-    expected = mean(by_hand(0, dtype=BF16), by_hand(1, dtype=BF16), wire=wire)
+    expected = mean(by_hand(0, dtype=BF16), by_hand(1, dtype=BF16), communicator=communicator)
     for result in results:
         assert result["seen"] == {BF16}
         assert result["after"] == [{torch.float32}] * 3

@@ -1,6 +1,7 @@
 """The Accelerator and the objects that configure it."""
 
 from gradsync.accelerator.accelerator import Accelerator
+from gradsync.accelerator.compiling import TorchDynamoPlugin
 from gradsync.accelerator.settings import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -22,4 +23,5 @@ __all__ = [
     "InitProcessGroupKwargs",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "TorchDynamoPlugin",
 ]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradsync.accelerator.compiling import TorchDynamoPlugin
 from gradsync.accelerator.operations import map_tensors
 from gradsync.accelerator.windows import LocalTraining
 from gradsync.accelerator.world import World
@@ -171,9 +172,17 @@ class PreparedDistributedDataParallel(DistributedDataParallel):
 class PreparedModels:
     """The models of one accelerator, each with its engine."""
 
-    def __init__(self, world: World, precision: Precision, local: LocalTraining, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        world: World,
+        precision: Precision,
+        local: LocalTraining,
+        compiler: TorchDynamoPlugin,
+        options: Mapping[str, Any],
+    ) -> None:
         self._world = world
         self._precision = precision
+        self._compiler = compiler
         self._local = local
         self._options = dict(options)
         self._hook = {name: self._options.pop(name) for name in _HOOK if name in self._options}
@@ -193,6 +202,7 @@ class PreparedModels:
         if place and len({parameter.device for parameter in model.parameters()}) <= 1:
             model.to(self._world.device)
         self._precision.wrap_forward(model)
+        self._compiler.apply(model.module if isinstance(model, DistributedDataParallel) else model)
         if evaluation_mode or not any(parameter.requires_grad for parameter in model.parameters()):
             self.prepared.append(model)
             self.plain.append(model)

@@ -249,7 +249,8 @@ def settings_of(handlers: Iterable[Any] | None) -> dict[str, dict[str, Any]]:
     settings: dict[str, dict[str, Any]] = {known.__name__: {} for known in _HANDLERS}
     for handler in handlers or ():
         name = type(handler).__name__
-        if name == "TorchDynamoPlugin" and is_dynamo_off(handler):
+        if name == "TorchDynamoPlugin":
+            # See compiling.py.
             continue
         if name not in settings:
             raise ConfigurationError(
@@ -318,6 +319,8 @@ def chosen_project(configuration: Any, project_dir: Any) -> ProjectConfiguration
 
 
 STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+# What a variable says that is on.
+TRUE = ("1", "true", "yes", "y", "t", "on")
 _SHARDED = "Every process holds the whole model here. Accelerate itself, or torch's fully_shard, shards it"
 _PARALLEL = "Here there is data parallelism alone: process_index is the place in it, of num_processes"
 _BIG = "Load the model whole on every process; accelerate.dispatch_model spreads it over devices for inference"
@@ -330,8 +333,6 @@ ABSENT_ARGUMENTS = {
     "torch_tp_plugin": _PARALLEL,
     "megatron_lm_plugin": _PARALLEL,
     "parallelism_config": _PARALLEL,
-    "dynamo_backend": "Call torch.compile(model, backend=…) before or after accelerator.prepare(model)",
-    "dynamo_plugin": "Call torch.compile(model, …) before or after accelerator.prepare(model)",
 }
 
 # The same for attributes.
@@ -382,18 +383,12 @@ def _steps(text: str | None) -> int | None:
 
 
 def _is_true(text: str | None) -> bool:
-    return text is not None and text.strip().lower() in ("1", "true", "yes", "y", "t", "on")
-
-
-def is_dynamo_off(value: Any) -> bool:
-    """Whether ``value`` asks for no compiler: a backend of that name, or a plugin that has it, of any version."""
-    backend = getattr(value, "backend", value)
-    return str(getattr(backend, "value", backend)).rpartition(".")[2].lower() == "no"
+    return text is not None and text.strip().lower() in TRUE
 
 
 def refuse_absent(arguments: Mapping[str, Any]) -> None:
     """Raise for an argument that would mean something else than data parallelism."""
     for name, advice in ABSENT_ARGUMENTS.items():
         value = arguments[name]
-        if value is not None and not is_dynamo_off(value):
+        if value is not None:
             raise ConfigurationError(f"{name}={value!r} is not supported by this Accelerator. {advice}")

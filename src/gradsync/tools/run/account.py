@@ -209,7 +209,7 @@ def _wasted(wrapper: WrapperAccount, account: Account) -> list[str]:
     if wrapper.exposed is not None:
         lost = wrapper.exposed * wrapper.wasted
         gain = lost / account.total if account.total else 0.0
-        lines.append(f"  to gain: about {duration(lost / wrapper.steps)} a step, {gain:.0%}, on this wire")
+        lines.append(f"  to gain: about {duration(lost / wrapper.steps)} a step, {gain:.0%}, with this transport")
     return lines
 
 

@@ -209,7 +209,7 @@ def _short(size: float) -> str:
 
 # -- several groups ---------------------------------------------------------------------------------------------------
 
-OWN = "gradsync, its own wire"
+OWN = "gradsync, its own transport"
 # Where only latency counts, times are those of threads that are woken, and need many rounds; so the steps are short.
 MODELS = {
     "many small buckets": {"parameters": 250_000, "layers": 8, "seconds": 0.018, "buckets": 25, "times": 3},
@@ -291,7 +291,7 @@ class RoundRobin(Scenario):
         several = known({count: record.times(groups_name(count), one) for count in SHADES if count > 1})
         gains = [f"{_change(times)} with {count} groups" for count, times in several.items()]
         alone = record.times(OWN, one)
-        own = "" if alone is None else f"; {_change(alone)} by the transport that gradsync takes by itself"
+        own = "" if alone is None else f"; {_change(alone)} with the transport that gradsync chooses"
         return f"{record.cell.name}, against one group, a step takes {', '.join(gains)}{own}."
 
 

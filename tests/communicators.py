@@ -1,6 +1,6 @@
 """Communicators to run the contract over: a name for each, which a rank resolves itself, and keeps.
 
-Making process groups is slow, so a rank makes a wire once and uses it for every test after.
+Making process groups is slow, so a rank makes a communicator once and uses it for every test after.
 """
 
 import os
@@ -98,21 +98,21 @@ EVERYWHERE = [*SIZED, *FOUND_ON_GPU]
 _made: dict[str, tuple[dist.ProcessGroup, Communicator]] = {}
 
 
-def wire_called(name: str) -> Communicator:
-    """In a rank: the wire of that name over the default group."""
+def communicator_called(name: str) -> Communicator:
+    """In a rank: the communicator of that name over the default group."""
     group = dist.distributed_c10d._get_default_group()
     if name not in _made or _made[name][0] is not group:
         _made[name] = group, WIRES[name](group)
     return _made[name][1]
 
 
-def run_on_wire(name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    with ambient_communicator(wire_called(name)):
+def run_on_communicator(name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    with ambient_communicator(communicator_called(name)):
         return function(*args, **kwargs)
 
 
-def fresh_wire(name: str, seconds: float) -> Communicator:
-    """In a rank: a wire that may be broken, over a group of its own with that timeout. Collective."""
+def fresh_communicator(name: str, seconds: float) -> Communicator:
+    """In a rank: a communicator that may be broken, over a group of its own with that timeout. Collective."""
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     assert group is not None
     if name == "shared-memory":
@@ -121,8 +121,8 @@ def fresh_wire(name: str, seconds: float) -> Communicator:
 
 
 @dataclass(frozen=True)
-class WireRanks:
-    """The ranks of a pool, to whom `choose_communicator()` means the wire of that name."""
+class CommunicatorRanks:
+    """The ranks of a pool, to whom `choose_communicator()` means the communicator of that name."""
 
     pool: RankPool
     name: str
@@ -132,13 +132,13 @@ class WireRanks:
         return self.pool.world_size
 
     def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
-        return self.pool.run(run_on_wire, self.name, function, *args, **kwargs)
+        return self.pool.run(run_on_communicator, self.name, function, *args, **kwargs)
 
 
 def ranks_of(kind: str, world_size: int) -> Ranks:
-    """Threads, processes with their group, or processes to whom a wire of that name is the ambient one."""
+    """Threads, processes with their group, or processes to whom a communicator of that name is the ambient one."""
     if kind == "nccl-slices":
         return nccl_pool_of(world_size, "slices")
     if kind == "threads":
         return ThreadRanks(world_size)
-    return pool_of(world_size) if kind == "processes" else WireRanks(pool_of(world_size), kind)
+    return pool_of(world_size) if kind == "processes" else CommunicatorRanks(pool_of(world_size), kind)
