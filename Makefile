@@ -73,7 +73,7 @@ peers-tests: .venv/.dev
 
 # What a change of a pin in requirements/integrations.txt must pass.
 integrations: .venv/.dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/tools/integrations tests/test_real_packages.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup tests/tools/integrations tests/tools/test_metrics.py tests/test_real_packages.py $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check .

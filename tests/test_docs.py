@@ -155,6 +155,24 @@ from lightning import Trainer
 """,
         "assert trainer.strategy.world_size == 2",
     ),
+    ("transformers.md", "on_bad_step="): Around(
+        """
+import warnings
+warnings.simplefilter("ignore")
+from transformers import Trainer, TrainingArguments
+class Net(nn.Linear):
+    def forward(self, x, labels):
+        return {"loss": nn.functional.mse_loss(super().forward(x), labels)}
+data = [{"x": x, "labels": x.sum()[None]} for x in torch.randn(64, 8)]
+quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
+arguments = TrainingArguments(output_dir=".", use_cpu=True, max_steps=2, **quiet)
+trainer = Trainer(Net(8, 1), arguments, train_dataset=data)
+""",
+        """
+trainer.train()
+assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+""",
+    ),
     ("compression.md", "ErrorFeedback(LowRank(4))"): Around(PLAIN),
     ("debug-a-hang.md", "signal.SIGUSR2"): Around(after="signal.raise_signal(signal.SIGUSR2)"),
     ("debug-a-hang.md", "timeout=timedelta"): Around("", "assert dist.get_world_size() == 2"),

@@ -48,6 +48,7 @@ DOCUMENTED = (
     "gradsync.lightning",
     "gradsync.reduction",
     "gradsync.testing",
+    "gradsync.transformers",
     "gradsync.utils",
 )
 # Tags that load what they name, and the attribute that names it.

@@ -9,7 +9,11 @@ from drawing import BACKWARD_FILL, FORWARD_FILL, INK, MUTED, PANEL, STEP_FILL, W
 
 # Layers from top to bottom: purpose, color, packages. No layer imports from one above.
 LAYERS = [
-    ("short names to import", PANEL, ["errors", "lab", "lightning", "plan", "reduction", "testing", "utils"]),
+    (
+        "short names to import",
+        PANEL,
+        ["errors", "lab", "lightning", "plan", "reduction", "testing", "transformers", "utils"],
+    ),
     ("the command line and its tools", PANEL, ["tools"]),
     ("Accelerate's interface", PANEL, ["accelerator"]),
     ("sharded and overlapped optimizers, local steps", FORWARD_FILL, ["optim"]),

@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from gradsync.communicator import Communicator, Handle, choose_communicator
 from gradsync.core.bucket import Bucket
 from gradsync.optim.local_steps import tensor_exchange
 from gradsync.optim.local_steps.arguments import Settings, cut
-from gradsync.reduction import ErrorFeedback, Mean, Quantize, ScatteredMean
+from gradsync.optim.local_steps.recipes import OUTER
+from gradsync.reduction import ErrorFeedback, Mean, Quantize, ScatteredMean, TopK
 from gradsync.testing import run_ranks
 from tests.on_gpu import computes_on_cpu
 from tests.ranks import RankPool, ThreadRanks
@@ -543,6 +545,119 @@ def test_a_prepared_optimizer_counts_windows(thread_ranks: ThreadRanks) -> None:
     results = thread_ranks.run(work)
     assert_equal([values for values, _ in results])
     assert [synchronizations for _, synchronizations in results] == [2] * thread_ranks.world_size
+
+
+def prepared(**settings: Any) -> tuple[gradsync.Accelerator, Any, Any]:
+    accelerator = gradsync.Accelerator(cpu=computes_on_cpu(), **settings)
+    return accelerator, *accelerator.prepare(*made()[1:])
+
+
+def test_an_accelerator_takes_local_steps_by_name(thread_ranks: ThreadRanks, tmp_path: Path) -> None:
+    """The same as by hand, and goes on from a checkpoint that has each rank's own state."""
+    reduction = "top-k:0.3:int4"
+
+    def by_hand() -> Parameters:
+        rank, model, optimizer = made()
+        local = LocalSteps(model, optimizer, every=3, outer=OUTER, reduction=reduction)
+        for step in range(14):
+            if step == 7:
+                local.synchronize()
+            take_step(model, optimizer, rank, step)
+        local.finish()
+        return values_of(model)
+
+    def by_name(resumes: bool) -> Parameters:
+        accelerator, model, optimizer = prepared(local_steps=f"diloco:3:{reduction}")
+        for step in range(14):
+            if step == 7:
+                if not resumes:
+                    accelerator.save_state(tmp_path)
+                accelerator.load_state(tmp_path)
+            if step >= 7 or not resumes:
+                take_step(model, optimizer, accelerator.process_index, step)
+        accelerator.local_steps[0].finish()
+        return values_of(model)
+
+    expected = thread_ranks.run(by_hand)
+    assert_equal(expected)
+    for resumes in (False, True):
+        for ours, theirs in zip(thread_ranks.run(by_name, resumes), expected, strict=True):
+            assert all(map(torch.equal, ours, theirs))
+
+
+def test_an_accelerator_refuses_what_does_not_go_with_local_steps(thread_ranks: ThreadRanks) -> None:
+    def work() -> None:
+        for wrong, words in (
+            ({"local_steps": "diloco"}, "diloco:STEPS needs a number"),
+            ({"local_steps": "int4"}, "local steps are one of local:STEPS"),
+            ({"local_steps": "local:2", "overlap": "next-forward"}, "exclude each other"),
+            ({"local_steps": "local:2", "shard_optimizer": True}, "exclude each other"),
+        ):
+            with pytest.raises(ConfigurationError, match=words):
+                prepared(**wrong)
+        accelerator, model, _ = prepared(local_steps="local:2")
+        with pytest.raises(ConfigurationError, match="a second one of its model"):
+            accelerator.prepare(make_optimizer(model))
+
+    thread_ranks.run(work)
+
+
+# -- what a lossy reduction holds back --------------------------------------------------------------------------------
+
+ROUNDS = 200
+
+
+def train_with_feedback(rounds: range, states: list[Any] | None) -> tuple[Parameters, Parameters, Any]:
+    """Of one rank: how far anchors came, this rank's share in what was computed, and its state.
+
+    Every 30 rounds it goes on in a new object, from the state of the last, with another number of fragments.
+    """
+    rank, ranks = choose_communicator().rank, choose_communicator().world_size
+    state = None if states is None else states[rank]
+    model, optimizer, local, begun = nn.Module(), None, None, None
+    computed = [torch.zeros_like(each) for each in make_model().parameters()]
+    for number in rounds:
+        if local is None or number % 30 == 29:
+            if local is not None:
+                state = copy.deepcopy({"model": model.state_dict(), "local": local.state_dict()})
+                local.close()
+            _, model, optimizer = made()
+            reduction = ErrorFeedback(TopK(0.2, Quantize(2)))
+            local = LocalSteps(model, optimizer, every=9, fragments=1 + number // 30 % 3, reduction=reduction)
+            if state is not None:
+                model.load_state_dict(state["model"])
+                local.load_state_dict(state["local"])
+            begun = values_of(model) if begun is None else begun
+        before = values_of(model)
+        assert optimizer is not None
+        take_step(model, optimizer, rank, number)
+        for total, old, new in zip(computed, before, model.parameters(), strict=True):
+            total += (old - new.detach()) / ranks
+        local.synchronize()
+    assert local is not None
+    assert begun is not None
+    moved = [old - new for old, new in zip(begun, values_of(model), strict=True)]
+    return moved, computed, {"model": model.state_dict(), "local": local.state_dict()}
+
+
+def held_back(states: Sequence[Any]) -> Parameters:
+    residuals = [state["local"]["reduction"]["residuals"] for state in states]
+    return [sum(each[name] for each in residuals) for name, _ in make_model().named_parameters()]  # type: ignore[misc]
+
+
+def test_what_is_sent_and_what_is_held_back_is_what_was_computed() -> None:
+    """Over 200 rounds in objects that come and go. A rank that is lost takes along only what it held back itself."""
+    three = run_ranks(train_with_feedback, 3, range(ROUNDS // 2), None)
+    survivors = [state for *_, state in three[:2]]
+    two = run_ranks(train_with_feedback, 2, range(ROUNDS // 2, ROUNDS), survivors)
+    for results, before in ((three, None), (two, survivors)):
+        assert_equal([moved for moved, *_ in results])
+        kept = held_back([state for *_, state in results])
+        assert any(bool(each.any()) for each in kept)
+        came = [torch.zeros(())] * len(kept) if before is None else held_back(before)
+        for number, (moved, now, then) in enumerate(zip(results[0][0], kept, came, strict=True)):
+            computed = sum(shares[number] for _, shares, _ in results)
+            assert float((moved + now - computed - then).abs().max()) <= 1e-9
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------

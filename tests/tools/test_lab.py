@@ -10,6 +10,8 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,7 @@ from gradsync.lab import (
 )
 from gradsync.testing import run_ranks
 from gradsync.tools.cli.main import app
+from gradsync.tools.lab.far_link import DelayLine
 from gradsync.tools.lab.lab import take_down
 from gradsync.tools.lab.system import NAMESPACES, check_fit, inside, ip, lab_names, processes, switch_name, tc
 from tests.processes import eventually
@@ -104,6 +107,75 @@ def test_links_are_shaped_at_both_ends(lab: Lab) -> None:
     lab.set_rate(None)
     lab.set_rate(None)
     assert {kind for kind, _ in rates()}.isdisjoint({"tbf"})
+
+
+# Hosts that are far apart
+
+
+def test_frames_arrive_in_order_after_the_delay() -> None:
+    line = DelayLine(0.5, 0.0)
+    for number in range(3):
+        line.send(number / 10, number % 2, bytes([number]))
+    assert line.until_next(0.2) == pytest.approx(0.3)
+    assert line.arrived(0.4) == []
+    assert line.arrived(0.65) == [(0, b"\0"), (1, b"\1")]
+    assert line.arrived(9.0) == [(0, b"\2")]
+    assert line.until_next(9.0) is None
+
+
+def test_as_many_frames_are_lost_as_was_asked_for() -> None:
+    line = DelayLine(0.0, 0.1)
+    for _ in range(10_000):
+        line.send(0.0, 0, b"")
+    # Five standard deviations.
+    assert len(line.arrived(0.0)) == pytest.approx(9_000, abs=150)
+
+
+@with_lab
+def test_hosts_are_as_far_apart_as_was_asked_for(nothing_left: str) -> None:
+    """A round trip cannot take less than twice the delay."""
+    with Lab(LabPlan(name=nothing_left, rate=RATE, delay=0.1)) as lab:
+        server = listener_on(lab, 0)
+        with server, connect(lab, 1, server.getsockname(), 20.0) as caller, server.accept()[0] as answering:
+            took = []
+            for _ in range(5):
+                began = time.monotonic()
+                caller.sendall(b"?")
+                answering.sendall(answering.recv(1))
+                assert caller.recv(1) == b"?"
+                took.append(time.monotonic() - began)
+        assert min(took) >= 0.2
+    for wrong in ({"delay": -1.0}, {"delay": 11.0}, {"loss": 1.0}):
+        with pytest.raises(ConfigurationError, match=r"seconds|probability"):
+            LabPlan(**wrong)  # type: ignore[arg-type]
+
+
+@with_lab
+def test_a_far_lab_loses_packets(nothing_left: str) -> None:
+    plan = LabPlan(name=nothing_left, rate=RATE, loss=0.3)
+    with Lab(plan) as lab:
+        assert Lab.find(nothing_left).plan == plan
+        here, there = (inside(host.namespace, partial(datagrams, host.address)) for host in lab.hosts)
+        with here, there:
+            here.settimeout(0.3)
+            arrived = 0
+            for _ in range(20):
+                for _ in range(50):
+                    there.sendto(b"?", here.getsockname())
+                # Few at once, so that the system loses none.
+                with suppress(TimeoutError):
+                    for _ in range(50):
+                        arrived += len(here.recv(1))
+        # Five standard deviations; a lost question for the address takes some along.
+        assert arrived == pytest.approx(700, abs=120)
+        lab.cut(1)
+        assert not lab.links()[1].up
+
+
+def datagrams(address: str) -> socket.socket:
+    found = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    found.bind((address, 0))
+    return found
 
 
 def listener_on(lab: Lab, index: int) -> socket.socket:

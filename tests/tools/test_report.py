@@ -77,7 +77,7 @@ CONFIG = {
     "sequence_length": 128,
     "learning_rate": 3e-4,
     "tokenizer": None,
-    "tensorboard": False,
+    "metrics": None,
     "torch": "2.13.0",
     "python": "3.11.2",
     "device": "cuda:0",

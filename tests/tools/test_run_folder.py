@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -172,28 +171,3 @@ def test_a_full_disk(small_disk: Path) -> None:
     assert [record["step"] for record in read_metrics(path)] == list(range(written)), "whole lines only"
     assert (path / "metrics.jsonl").read_bytes().endswith(b"\n")
     assert [entry.name for entry in path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_tensorboard_events(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with RunFolder(tmp_path, resume=False, tensorboard=True) as folder:
-        for number in (1, 2, 3):
-            folder.append(step(number, float(number)))
-        folder.append({"kind": "validation", "step": 3, "loss": 2.5})
-    with RunFolder(tmp_path, resume=True, tensorboard=True) as folder:
-        folder.rewind(2)
-        folder.note(2, "resumed")
-        folder.append(step(3, 30.0))
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [event.value for event in events.Scalars("training/loss")] == [1.0, 2.0, 30.0]
-    assert "seconds/backward" in events.Tags()["scalars"]
-
-
-def test_tensorboard_is_asked_for_and_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'gradsync\[tensorboard\]'"):
-        RunFolder(tmp_path, resume=False, tensorboard=True)
-    assert list(tmp_path.iterdir()) == []

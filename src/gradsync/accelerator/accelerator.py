@@ -1,7 +1,7 @@
 """The ``Accelerator``: turns a single-process training loop into one for many, with Accelerate's names and defaults."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,13 @@ from gradsync.accelerator.data_loader import PreparedDataLoader, prepare_data_lo
 from gradsync.accelerator.elasticity import Elasticity, refuse_beside_elastic
 from gradsync.accelerator.models import Precision, PreparedModels, extract_model_from_parallel, refuse_prepared
 from gradsync.accelerator.numbered_windows import NumberedWindows
-from gradsync.accelerator.optimizer import Overlap, Overlapping, PreparedOptimizer, PreparedScheduler
+from gradsync.accelerator.optimizer import (
+    Overlap,
+    Overlapping,
+    PreparedOptimizer,
+    PreparedScheduler,
+    take_local_steps,
+)
 from gradsync.accelerator.saving import Prepared, Saving
 from gradsync.accelerator.settings import (
     DataLoaderConfiguration,
@@ -40,6 +46,7 @@ from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Communicator
 from gradsync.health.elastic import Elastic
 from gradsync.observe import count
+from gradsync.optim.local_steps import LocalSteps
 from gradsync.parallel.accumulation import backward_through
 from gradsync.parallel.clipping import clip_grad_norm_, clip_grad_value_, require_means_of, synchronizers_of
 
@@ -67,8 +74,9 @@ class Accelerator(Saving, Compatibility):
     group. ``communicator`` replaces all that. With ``shard_optimizer=True`` every process updates its share of the
     parameters, as :class:`~gradsync.ShardedOptimizer` does; with ``overlap="next-forward"`` every process updates all
     of them as soon as their means arrive, as :class:`~gradsync.OverlappedOptimizer` does. ``overlap="auto"`` picks the
-    faster one. With ``elastic=Elastic(…)`` ranks may be lost and new ones may join between two attempts: see
-    :attr:`elastic`.
+    faster one. With ``local_steps="diloco:32"``, or a mapping with arguments of :class:`~gradsync.LocalSteps`, ranks
+    train alone and merge their models after every 32 steps. With ``elastic=Elastic(…)`` ranks may be lost and new ones
+    may join between two attempts: see :attr:`elastic`.
 
     Differences from Accelerate: a short last window is divided by its real length, each of several models has its own
     window, ``backward`` takes a weight, and misuse raises. docs/coming-from-accelerate.md lists all of them, with the
@@ -104,6 +112,7 @@ class Accelerator(Saving, Compatibility):
         communicator: Communicator | None = None,
         shard_optimizer: bool = False,
         overlap: Overlap | None = None,
+        local_steps: str | Mapping[str, Any] | None = None,
         elastic: Elastic | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if not name.startswith("_") and name != "self"}
@@ -125,12 +134,17 @@ class Accelerator(Saving, Compatibility):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.overlapping = Overlapping(shards=shard_optimizer, overlap=overlap)
+        if local_steps is not None:
+            self.overlapping.refuse_local_steps(local_steps)
+        self._local_steps = local_steps
         cpu = cpu or launched.cpu
         if elastic is None:
             options = settings["InitProcessGroupKwargs"]
             world = connect(read_environment(), cpu=cpu, communicator=communicator, **options)
         else:
-            refuse_beside_elastic(shard_optimizer=shard_optimizer, overlap=overlap, communicator=communicator)
+            refuse_beside_elastic(
+                shard_optimizer=shard_optimizer, overlap=overlap, local_steps=local_steps, communicator=communicator
+            )
             world = unmet(read_environment(), cpu=cpu)
         super().__init__(world.communicator, world.device, world.environment)
         self.world = world
@@ -175,6 +189,11 @@ class Accelerator(Saving, Compatibility):
         if self._elastic is None:
             raise MisuseError("this accelerator has the ranks it began with. Pass elastic=gradsync.Elastic() to it")
         return self._elastic
+
+    @property
+    def local_steps(self) -> list[LocalSteps]:
+        """The local steps of each prepared optimizer, with ``local_steps``; ``synchronize()`` before you evaluate."""
+        return self.prepared.local
 
     @property
     def state(self) -> World:
@@ -255,6 +274,9 @@ class Accelerator(Saving, Compatibility):
         prepared = PreparedOptimizer(overlapped, self.windows, self.precision.scaler)
         prepared.originals.append(optimizer)
         self.prepared.optimizers.append(prepared)
+        if self._local_steps is not None:
+            made = take_local_steps(self._local_steps, prepared, self.models.prepared, self.local_steps)
+            self.local_steps.append(made)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
@@ -432,7 +454,10 @@ class Accelerator(Saving, Compatibility):
     clear = free_memory
 
     def end_training(self) -> None:
-        """Finish all trackers, wait for all processes and close the process group, if this accelerator created it."""
+        """Finish all trackers and local steps, wait for all processes and close the process group, if this accelerator
+        created it."""
+        for each in self.local_steps:
+            each.finish()
         self._finish_trackers()
         self.wait_for_everyone()
         self.world.close()

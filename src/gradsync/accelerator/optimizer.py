@@ -1,22 +1,24 @@
 """Prepared optimizers and schedulers: call them in every micro-batch; they take effect at the end of a window."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from torch import nn
 from torch.optim import Optimizer
 
 from gradsync.accelerator.models import LossScaler
 from gradsync.accelerator.windows import ModelWindows
 from gradsync.base.errors import ConfigurationError
 from gradsync.core.engine.synchronizer import Synchronizer, synchronizer_of
+from gradsync.optim.local_steps import LocalSteps, local_steps_by_name
 from gradsync.optim.sharded import OverlappedOptimizer, ShardedOptimizer
 from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer
 from gradsync.optim.sharded.mode import Mode
 from gradsync.parallel.accumulation import Accumulation
 
-__all__ = ["Overlap", "Overlapping", "PreparedOptimizer", "PreparedScheduler"]
+__all__ = ["Overlap", "Overlapping", "PreparedOptimizer", "PreparedScheduler", "take_local_steps"]
 
 # What communication overlaps with: backward alone, the next forward too, or whatever is faster.
 Overlap = Literal["backward", "next-forward", "auto"]
@@ -38,6 +40,15 @@ class Overlapping:
                 "are gathered behind the next forward. Leave one of them out"
             )
 
+    def refuse_local_steps(self, given: object) -> None:
+        """Refuse what shares out the optimizer's state, or waits for means."""
+        if self.shards or self.overlap not in (None, "backward"):
+            asked = "shard_optimizer=True" if self.shards else f"overlap={self.overlap!r}"
+            raise ConfigurationError(
+                f"local_steps={given!r} and {asked} exclude each other: a rank that steps locally has no means to wait "
+                "for, and needs the whole state of the optimizer. Leave one of them out"
+            )
+
     def apply(self, optimizer: Optimizer, models: Sequence[Accumulation]) -> Optimizer:
         """The ``optimizer`` of one of ``models``, sharded or overlapped as it was asked for."""
         mode: Mode = "auto" if self.overlap == "auto" else "next-forward"
@@ -54,6 +65,24 @@ class Overlapping:
         if self.shards:
             return ShardedOptimizer(optimizer, owners[0], mode=mode)
         return OverlappedOptimizer(optimizer, owners[0], mode=mode)
+
+
+def take_local_steps(
+    given: str | Mapping[str, Any],
+    optimizer: "PreparedOptimizer",
+    models: Sequence[nn.Module],
+    before: Sequence[LocalSteps],
+) -> LocalSteps:
+    """Let the ``optimizer`` of one of the prepared ``models`` take local steps: by name, or by their arguments."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    owners = [each for each in models if not trained.isdisjoint(map(id, each.parameters()))]
+    if len(owners) != 1 or any(each.trains(owners[0]) for each in before):
+        found = f"one of {len(owners)} models" if len(owners) != 1 else "a second one of its model"
+        raise ConfigurationError(
+            f"local_steps={given!r} needs one optimizer of one prepared model, and this is {found}. Prepare model and "
+            "optimizer together; for several optimizers of one model, create LocalSteps(model, optimizers, …) yourself"
+        )
+    return LocalSteps(owners[0], optimizer, **(local_steps_by_name(given) if isinstance(given, str) else given))
 
 
 def _inner(name: str, *default: Any) -> Any:

@@ -27,6 +27,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, Loaded, decode, encode, rng_state, set_rng_state, write_tensors
 from gradsync.communicator import Communicator
 from gradsync.core.engine.blocks import load_window, save_window
+from gradsync.optim.local_steps import LocalSteps
 from gradsync.parallel.replica import broadcast_tensors, in_batches
 
 __all__ = ["Prepared", "Saving", "heal", "restore_prepared", "save_prepared"]
@@ -45,13 +46,21 @@ class Prepared:
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedDataLoader] = field(default_factory=list)
     others: list[Any] = field(default_factory=list)
+    local: list[LocalSteps] = field(default_factory=list)
+
+    def synchronize(self) -> None:
+        """Make models that take local steps equal on all ranks. Collective if there are any."""
+        for each in self.local:
+            each.synchronize()
 
     def clear(self) -> None:
         """Let go of everything."""
+        for each in self.local:
+            each.close()
         self.models.clear()
         self.windows.forget()
-        for each in (self.optimizers, self.schedulers, self.loaders, self.others):
-            each.clear()
+        for kind in (self.optimizers, self.schedulers, self.loaders, self.others, self.local):
+            kind.clear()
 
     @property
     def replicated(self) -> dict[str, Sequence[Any]]:
@@ -73,7 +82,10 @@ def save_prepared(
     ``weights`` stand for the states of the models.
     """
     engines = prepared.models.synchronizers
-    shared = {**shared_state(prepared), "engines": [engine.state_dict() for engine in engines]}
+    prepared.synchronize()
+    local = [each.state_dict() for each in prepared.local]
+    kept = [each.pop("reduction") for each in local]
+    shared = {**shared_state(prepared), "local": local, "engines": [engine.state_dict() for engine in engines]}
     if weights is not None:
         shared["models"] = list(weights)
     own = {
@@ -81,6 +93,9 @@ def save_prepared(
         "loaders": [loader.state_dict() for loader in prepared.loaders],
         "windows": [save_window(each.engine) for each in engines],
         "counts": prepared.windows.counts(engines),
+        # With local steps, every rank has a state of its own in its inner optimizer, too.
+        "local": kept,
+        "optimizers": [each.state_dict() for each in prepared.optimizers] if local else [],
     }
     if step is None:
         step = max(checkpoints.steps(), default=-1) + 1
@@ -110,6 +125,7 @@ def restore_prepared(
             f"{loaded.path} was written by an earlier gradsync, in another form. Continue with that one, or start over"
         )
     load_shared_state(prepared, shared, f"the checkpoint {loaded.path.name}", models=models)
+    _load_local(prepared, shared["local"], loaded.own)
     if loaded.own is None or loaded.world_size != world_size:
         return False
     _load_own(prepared, loaded.own, shared["engines"])
@@ -132,6 +148,15 @@ def load_shared_state(
                 raise ConfigurationError(f"{source} holds other {name}: {reason}") from error
     if prepared.precision.scaler is not None and shared["scaler"] is not None:
         prepared.precision.scaler.load_state_dict(shared["scaler"])
+
+
+def _load_local(prepared: Prepared, states: Sequence[dict[str, Any]], own: dict[str, Any] | None) -> None:
+    _require_count("local steps", states, prepared.local)
+    held_back = [{}] * len(states) if own is None else own["local"]
+    for each, state, reduction in zip(prepared.local, states, held_back, strict=True):
+        each.load_state_dict(state | {"reduction": reduction})
+    for optimizer, state in zip(prepared.optimizers, (own or {}).get("optimizers", ()), strict=False):
+        optimizer.load_state_dict(state)
 
 
 def _load_own(prepared: Prepared, own: dict[str, Any], states: Sequence[Any]) -> None:
@@ -231,6 +256,7 @@ class Saving(ProcessControl):
         folder = self._next_folder() if naming else output_dir
         if folder is None:
             raise ConfigurationError("save_state() needs output_dir, or automatic_checkpoint_naming in project_config")
+        self.prepared.synchronize()
         weights = [model.state_dict() for model in self.prepared.models.plain]
         for hook in self._save_hooks.values():
             hook(list(self.prepared.models.prepared), weights, str(folder))
@@ -348,6 +374,7 @@ class Saving(ProcessControl):
         if folder.is_file():
             raise ConfigurationError(f"save_directory must be a folder, and {folder} is a file")
         folder.mkdir(parents=True, exist_ok=True)
+        self.prepared.synchronize()
         stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
         state = _unshared(self.get_state_dict(model)) if safe_serialization else self.get_state_dict(model)
         shards = _shards(state, _bytes_of(max_shard_size))

@@ -9,10 +9,12 @@ from typing import Literal, NamedTuple
 
 from gradsync.base.errors import ConfigurationError
 
-__all__ = ["ProcessEnvironment", "first_host", "read_environment"]
+__all__ = ["RESTART_COUNT", "ProcessEnvironment", "first_host", "read_environment", "times_restarted"]
 
 Launcher = Literal["torchrun", "mpirun", "srun", "none"]
 
+# torchrun's count of how often the ranks have been started again.
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = (LOOPBACK, "localhost", "::1")
 DEFAULT_PORT = 29500
@@ -74,6 +76,12 @@ def read_environment(variables: Mapping[str, str] = os.environ) -> ProcessEnviro
             "or srun, which set both, or unset WORLD_SIZE to run one process"
         )
     return ProcessEnvironment()
+
+
+def times_restarted() -> int:
+    """How often torchrun, or ``gradsync train``, has started the ranks again after a failure."""
+    count = os.environ.get(RESTART_COUNT, "0")
+    return int(count) if count.isdecimal() else 0
 
 
 def _port_of_mpirun(variables: Mapping[str, str]) -> int:

@@ -23,12 +23,11 @@ from typing import IO, Any, NoReturn
 
 import torch.distributed as dist
 
-from gradsync.base.environment import LOOPBACK
+from gradsync.base.environment import LOOPBACK, RESTART_COUNT
 from gradsync.health.watch.exit_causes import exit_status
 
 __all__ = [
     "PASSED_ON",
-    "RESTART_COUNT",
     "SHELL_SIGNAL_BASE",
     "Failure",
     "RankPlace",
@@ -52,8 +51,6 @@ SHELL_SIGNAL_BASE = 128
 # Of a launcher above this process: the ranks meet at a place of their own.
 NOT_INHERITED = "TORCHELASTIC_"
 PR_SET_PDEATHSIG = 1
-# torchrun's count of how often the ranks have been started again.
-RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -240,6 +240,8 @@ class BackwardEngine:
             self.arrangement.drop_gradients()
             window.optimizer_stepped()
             window.step_was_skipped = True
+            if store.observer is not None:
+                store.observer.step_skipped()
         if abstained:
             self.abstained()
         if store.observer is not None:

@@ -55,6 +55,9 @@ class LoopObserver(Protocol):
     def step_ended(self, optimizer: Any) -> None:
         """Called when the optimizer has updated them, as far as it does so in its step."""
 
+    def step_skipped(self) -> None:
+        """Called when all ranks have agreed that the optimizer's step on this window changes nothing."""
+
     def gather_started(self, bucket: Bucket, handle: Handle) -> None:
         """Called when new parameters of the bucket are being gathered on all ranks."""
 
@@ -109,6 +112,7 @@ class Observers:
     chunk_full = _event("chunk_full")
     step_began = _event("step_began")
     step_ended = _event("step_ended")
+    step_skipped = _event("step_skipped")
     gather_started = _event("gather_started")
     gather_needed = _event("gather_needed")
     gather_arrived = _event("gather_arrived")

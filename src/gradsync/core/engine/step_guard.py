@@ -77,9 +77,12 @@ class StepGuard:
         engine.store.expect_step()
         # Several optimizers each step: the skip vote that the first has found applies to the others, too.
         is_another = window.state is WindowState.CLOSED and not by_closure and not steps_locally
-        window.step_was_skipped = window.is_rejected or (is_another and window.step_was_skipped)
+        rejected = window.is_rejected
+        window.step_was_skipped = rejected or (is_another and window.step_was_skipped)
         self._end_window(by_closure=by_closure, has_means=has_means)
         if engine.observer is not None:
+            if rejected:
+                engine.observer.step_skipped()
             engine.observer.step_began()
         return gate
 

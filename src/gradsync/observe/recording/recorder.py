@@ -106,7 +106,7 @@ class Recorder(Marker):
         self._in_forward = self._loads = False
         # The one that runs forwards: what others load is loaded meanwhile.
         self._thread: int | None = None
-        self.total = 0
+        self.total = self.skipped = 0
         self._lines: dict[int, str] = {}
         self._stride = 1
         self._due, self._waits = 0.0, list(WRITTEN_AFTER)
@@ -213,6 +213,9 @@ class Recorder(Marker):
         if header is not None and not header.optimizer:
             self._header = replace(header, optimizer=type(optimizer).__name__)
 
+    def step_skipped(self) -> None:
+        self.skipped += 1
+
     # -- a step is over --------------------------------------------------------------------------------------------
 
     def _end_step(self) -> None:
@@ -255,6 +258,11 @@ class Recorder(Marker):
         if self._cut:
             self._end_step()
         return self._read([each for each in list(self._steps) if each[0] >= number])
+
+    @property
+    def layouts(self) -> tuple[tuple[BucketPart, ...], ...]:
+        """The bucket layouts that steps refer to by their number."""
+        return tuple(self._layouts)
 
     @property
     def recording(self) -> Recording | None:

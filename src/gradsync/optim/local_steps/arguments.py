@@ -214,11 +214,12 @@ def check_state(
     missing = [key for key in KEYS if key not in state]
     if missing:
         raise ConfigurationError(f"no state of LocalSteps: {missing[0]!r} is missing. Pass what state_dict() gave")
-    if len(state["drift"]) != settings.fragments or state["step"] >= settings.every:
+    under_way = state["step"] > 0 or any(state["drift"])
+    if under_way and (len(state["drift"]) != settings.fragments or state["step"] >= settings.every):
         raise ConfigurationError(
             f"the state was saved at step {state['step']} of a cycle with {len(state['drift'])} fragments, and does "
-            f"not fit every={settings.every}, fragments={settings.fragments}. Use the settings of then, or do "
-            "without it"
+            f"not fit every={settings.every}, fragments={settings.fragments}. Use the settings of then, or save "
+            "after synchronize()"
         )
     if (outer is None) != (state["outer"] is None):
         theirs, ours = ("without", "has one") if state["outer"] is None else ("with", "has none")

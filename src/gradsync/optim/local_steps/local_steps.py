@@ -70,7 +70,7 @@ class LocalSteps:
     """Lets each rank train ``model`` on its own, and merges the models of all ranks after every ``every`` steps.
 
     Without ``outer`` the merged model is the mean of their parameters. With it, as in
-    ``functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)``, this optimizer takes the difference
+    ``functools.partial(torch.optim.SGD, lr=0.5, momentum=0.7, nesterov=True)``, this optimizer takes the difference
     between the parameters that ranks last agreed on and that mean as a gradient. ``reduction``, a name or an object,
     determines how it is sent.
 
@@ -143,6 +143,10 @@ class LocalSteps:
             f"LocalSteps(every={settings.every}, fragments={settings.fragments}, delay={settings.delay}: {state}, "
             f"{self._rounds} synchronizations)"
         )
+
+    def trains(self, model: nn.Module) -> bool:
+        """Whether it is ``model``, or one that shares parameters with it, that takes these steps."""
+        return not {id(each) for each in self._parameters}.isdisjoint(map(id, model.parameters()))
 
     @property
     def synchronizations(self) -> int:
@@ -345,14 +349,15 @@ class LocalSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was called, on all ranks alike. Load the model separately.
 
-        What a reduction holds back belongs to one rank: on a different number of ranks it starts from scratch.
+        What a reduction holds back belongs to one rank. On fewer ranks, that of the missing ones is lost; on more, all
+        of it is.
         """
         self._require_usable()
         if self._running is not None:
             raise MisuseError("load_state_dict() was called while a fragment is on its way. Call synchronize() before")
         outer = self._outer
         check_state(state, self.settings, self.outer, {} if outer is None else dict(self._named_anchors(outer)))
-        if state["ranks"] == self._communicator.world_size:
+        if state["ranks"] >= self._communicator.world_size:
             # First, because it may refuse what it is given.
             self._exchange.reduction.load_state_dict(copy.deepcopy(state["reduction"]))
         if outer is not None:
@@ -360,7 +365,8 @@ class LocalSteps:
             for name, anchor in self._named_anchors(outer):
                 anchor.copy_(state["anchors"][name])
         self._step, self._rounds, self._next = state["step"], state["rounds"], state["next"]
-        self._drift = list(state["drift"])
+        # At the beginning of a cycle nothing has drifted, in however many fragments.
+        self._drift = list(state["drift"]) if any(state["drift"]) else [0] * self.settings.fragments
 
     def _named_anchors(self, outer: Outer) -> Iterator[tuple[str, nn.Parameter]]:
         return ((spec.name, anchor) for spec, anchor in zip(self._exchange.specs, outer.anchors, strict=True))

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradsync.base.environment import times_restarted
 from gradsync.base.files import whole_file
 from gradsync.core.engine import ReplicaCheck, SyncPolicy
 from gradsync.tools.bench.peers import (
@@ -228,7 +229,7 @@ def main(text: str) -> None:
     torch.set_num_threads(1)
     train = {ELASTIC: _train_elastic, TORCHFT: _train_with_torchft}.get(settings.peer, _train)
     rank = int(os.environ["RANK"] if train is _train else os.environ.get(REPLICA, os.environ["RANK"]))
-    events = Events(Path(settings.folder), rank, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    events = Events(Path(settings.folder), rank, times_restarted())
     if train is _train:
         dist.init_process_group("gloo", timeout=timedelta(seconds=settings.timeout))
     torch.manual_seed(0)

@@ -44,6 +44,8 @@ def up(
     rate: Annotated[
         str, typer.Option(help="Rate of each link in both directions: 400mbit, 2.5gbit, 50MB/s, or none for no limit.")
     ] = "1gbit",
+    delay: Annotated[float, typer.Option(help="Milliseconds that a packet takes from one host to another.")] = 0.0,
+    loss: Annotated[float, typer.Option(help="Share of the packets that are lost, such as 0.01.")] = 0.0,
     name: Name = "default",
 ) -> None:
     """Create a lab. It stays up until gradsync lab down."""
@@ -51,7 +53,9 @@ def up(
         LabPlan(hosts=hosts)
     with refusing("--rate"):
         chosen = None if rate == UNSHAPED else Rate.parse(rate)
-    _show(Lab.up(LabPlan(name=name, hosts=hosts, rate=chosen)))
+    with refusing("--delay and --loss"):
+        plan = LabPlan(name=name, hosts=hosts, rate=chosen, delay=delay / 1000, loss=loss)
+    _show(Lab.up(plan))
 
 
 @lab.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -159,7 +163,9 @@ def _show(found: Lab) -> None:
         for host in found.hosts
     ]
     console = Console(highlight=False)
-    console.print(Text(f"Lab {found.plan.name}: {len(rows)} hosts", style="bold"))
+    plan = found.plan
+    far = f", {plan.delay * 1000:g} ms away, {plan.loss:.1%} of packets lost" if plan.delay or plan.loss else ""
+    console.print(Text(f"Lab {plan.name}: {len(rows)} hosts{far}", style="bold"))
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
         table.add_column(column)

@@ -19,13 +19,13 @@ from functools import partial
 
 import torch
 
-from gradsync.base.environment import LOOPBACK, read_environment
+from gradsync.base.environment import LOOPBACK, RESTART_COUNT, read_environment
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator.logs import join_names
 from gradsync.health.elastic import LIGHTHOUSE, Elastic, Lighthouse
 from gradsync.tools.cli.failure_message import WRONG_USE, ExitStatements, FailureReport, refusing
 from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
-from gradsync.tools.launch import RESTART_COUNT, SHELL_SIGNAL_BASE, Failure, RankPlace, RankProcesses, standalone
+from gradsync.tools.launch import SHELL_SIGNAL_BASE, Failure, RankPlace, RankProcesses, standalone
 
 __all__ = [
     "MPS_HELP",
@@ -34,7 +34,6 @@ __all__ = [
     "inside_a_launch",
     "run_elastic_ranks_of",
     "run_ranks_of",
-    "times_restarted",
     "usable_cores",
 ]
 
@@ -73,12 +72,6 @@ except KeyboardInterrupt:
 def inside_a_launch() -> bool:
     """Whether torchrun, mpirun or srun started this process: then it is a rank and launches nothing."""
     return read_environment().launcher != "none"
-
-
-def times_restarted() -> int:
-    """How often torchrun, or :func:`run_ranks_of`, has started the ranks again after a failure."""
-    count = os.environ.get(RESTART_COUNT, "0")
-    return int(count) if count.isdecimal() else 0
 
 
 def usable_cores() -> int:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_
 import torch
 import typer
 
-from gradsync.base.environment import read_environment
+from gradsync.base.environment import read_environment, times_restarted
 from gradsync.base.errors import CommunicatorLostError, ConfigurationError, GradsyncError, PeerFailedError
 from gradsync.health.elastic import require_torchft
 from gradsync.health.watch import say_goodbye
@@ -25,9 +25,9 @@ from gradsync.tools.cli.launching import (
     inside_a_launch,
     run_elastic_ranks_of,
     run_ranks_of,
-    times_restarted,
 )
 from gradsync.tools.llm.settings import HEADINGS, RANKS, TrainOption, TrainSettings, option_of
+from gradsync.tools.metrics.choose import require_packages
 
 __all__ = ["train"]
 
@@ -151,6 +151,8 @@ def _check_early(settings: TrainSettings, ranks: int) -> None:
     asked = f"--batch {settings.micro_batch} times --grad-accum {settings.grad_accum} times --nproc {ranks}"
     with refusing(f"{asked}, at --length {settings.sequence_length}"):
         Batches(tokens.split()[0], plan, 0, 1)
+    if settings.metrics is not None:
+        require_packages(settings.metrics)
     with torch.device("meta"), refusing("--model"):
         build_model(settings.model, vocab_size=tokens.vocab_size, sequence_length=settings.sequence_length)
 

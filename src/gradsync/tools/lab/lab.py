@@ -9,7 +9,7 @@
       eth0 10.x.y.1 ═══ rate ═══ [ bridge ] ═══ rate ═══ eth0 10.x.y.2
 
 Everything lives in namespaces of its own, the bridge too: the machine's own network is never touched. Each link is
-shaped at both ends, so that both directions have the full rate, as on a switch.
+shaped at both ends, so that both directions have the full rate, as on a switch. Delay and loss: ``far_link``.
 """
 
 import faulthandler
@@ -19,13 +19,14 @@ import signal
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from gradsync.base.errors import ConfigurationError, MisuseError
-from gradsync.tools.lab import system
+from gradsync.tools.lab import far_link, system
 from gradsync.tools.lab.host import (
     INTERFACE,
     Counters,
@@ -49,6 +50,7 @@ SLOWEST, FASTEST = 8_000, 10**12
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}")
 MOST_HOSTS = 200
 SUBNETS = 256
+LONGEST_DELAY = 10.0
 # For which forked ranks write their stacks, to the descriptor of their errors.
 TELLING, STDERR = signal.SIGUSR1, 2
 
@@ -93,17 +95,26 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class LabPlan:
-    """What a lab is made from. Without a rate its links are as fast as the machine."""
+    """What a lab is made from. Without a rate its links are as fast as the machine.
+
+    A packet takes ``delay`` seconds from one host to another, and is lost with the probability ``loss``.
+    """
 
     name: str = "default"
     hosts: int = 2
     rate: Rate | None = None
+    delay: float = 0.0
+    loss: float = 0.0
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
             raise ConfigurationError(f"a lab's name is made of up to 40 letters, digits, - and _, got {self.name!r}")
         if not 1 <= self.hosts <= MOST_HOSTS:
             raise ConfigurationError(f"a lab has 1 to {MOST_HOSTS} hosts, got {self.hosts}")
+        if not 0.0 <= self.delay <= LONGEST_DELAY:
+            raise ConfigurationError(f"packets take 0 to {LONGEST_DELAY:.0f} seconds to another host, got {self.delay}")
+        if not 0.0 <= self.loss < 1.0:
+            raise ConfigurationError(f"the probability that a packet is lost lies between 0 and 1, got {self.loss}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +162,9 @@ class Lab:
             left = " only in parts: gradsync lab down removes them" if name in lab_names() else ""
             raise LabError(f"the lab {name} is not up{left or '. Make it with: gradsync lab up'}")
         ports = [link["ifname"] for link in _switch_links(name) if link["ifname"] != system.BRIDGE]
-        lab = cls(LabPlan(name=name, hosts=len(ports)))
+        lab = cls(LabPlan(name=name, hosts=len(ports), delay=record.delay, loss=record.loss))
         lab._hosts = _hosts_of(lab.plan, record)
-        lab.plan = LabPlan(name=name, hosts=len(ports), rate=lab.links()[0].rate)
+        lab.plan = replace(lab.plan, rate=lab.links()[0].rate)
         return lab
 
     @property
@@ -189,7 +200,7 @@ class Lab:
             elif shaped := [name for name in interfaces if name in _rates(namespace)]:
                 tc.lines(namespace, (f"qdisc delete dev {name} root" for name in shaped))
         if host is None:
-            self.plan = LabPlan(name=self.plan.name, hosts=self.plan.hosts, rate=rate)
+            self.plan = replace(self.plan, rate=rate)
 
     def cut(self, host: int) -> None:
         """Take the link of a host down, as if its cable were pulled out of the switch."""
@@ -231,7 +242,7 @@ class Lab:
                     f"lab down --name {name}"
                 )
             system.remove(name)
-            record = LabRecord(owner=owner, subnet=_free_subnet(name))
+            record = LabRecord(owner=owner, subnet=_free_subnet(name), delay=self.plan.delay, loss=self.plan.loss)
             self._hosts = _hosts_of(self.plan, record)
             try:
                 _connect(self.plan, record, self._hosts)
@@ -310,17 +321,25 @@ def _connect(plan: LabPlan, record: LabRecord, hosts: Sequence[Host]) -> None:
     bridge = f"link add name {system.BRIDGE} type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
     alias = f"link set dev {system.BRIDGE} alias '{record.alias}'"
     ip.lines(switch, [bridge, alias, f"link set dev {system.BRIDGE} addrgenmode none up"])
+    is_far = plan.delay > 0 or plan.loss > 0
+    taps = []
     for host in hosts:
         ip("netns", "add", host.namespace)
+        if is_far:
+            tap, port = partial(far_link.open_tap, host.interface), partial(far_link.open_tap, host.name)
+            taps.append((inside(host.namespace, tap), inside(switch, port)))
+        cable = f"link add name {host.interface} type veth peer name {host.name} netns {switch}"
         ip.lines(
             host.namespace,
             [
                 "link set dev lo up",
-                f"link add name {host.interface} type veth peer name {host.name} netns {switch}",
+                *([] if is_far else [cable]),
                 f"link set dev {host.interface} addrgenmode none up",
                 f"address add {host.address}/24 dev {host.interface}",
             ],
         )
+    if is_far:
+        far_link.start(switch, plan.delay, plan.loss, taps)
     ip.lines(switch, (f"link set dev {host.name} addrgenmode none master {system.BRIDGE} up" for host in hosts))
 
 

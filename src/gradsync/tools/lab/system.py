@@ -46,7 +46,10 @@ MNT_DETACH = 2
 
 BRIDGE = "switch"
 NAME = re.compile(r"gradsync-(?P<lab>.+)-(?:switch|host\d+)")
-RECORD = re.compile(r"gradsync owner=(?:none|(?P<pid>\d+):(?P<started>\d+)) subnet=(?P<subnet>[\d.]+)")
+RECORD = re.compile(
+    r"gradsync owner=(?:none|(?P<pid>\d+):(?P<started>\d+)) subnet=(?P<subnet>[\d.]+) "
+    r"delay=(?P<delay>\S+) loss=(?P<loss>\S+)"
+)
 # An abstract socket: no file, and gone with its process.
 LOCK = "\0gradsync-lab"
 LOCK_SECONDS = 60.0
@@ -205,11 +208,13 @@ class LabRecord:
 
     owner: LabOwner | None
     subnet: str
+    delay: float = 0.0
+    loss: float = 0.0
 
     @property
     def alias(self) -> str:
         owner = "none" if self.owner is None else f"{self.owner.pid}:{self.owner.started}"
-        return f"gradsync owner={owner} subnet={self.subnet}"
+        return f"gradsync owner={owner} subnet={self.subnet} delay={self.delay} loss={self.loss}"
 
     @classmethod
     def of(cls, lab: str) -> "LabRecord | None":
@@ -225,7 +230,7 @@ class LabRecord:
         if match is None:
             return None
         owner = LabOwner(pid=int(match["pid"]), started=int(match["started"])) if match["pid"] else None
-        return cls(owner=owner, subnet=match["subnet"])
+        return cls(owner=owner, subnet=match["subnet"], delay=float(match["delay"]), loss=float(match["loss"]))
 
     @property
     def in_use(self) -> bool:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradsync.base.errors import ConfigurationError
-from gradsync.tools.llm.text_sources import explained, import_extra
+from gradsync.base.extras import import_extra
+from gradsync.tools.llm.text_sources import explained
 
 __all__ = ["GPT", "IGNORED", "SIZES", "CausalLM", "GPTConfig", "GPTSize", "build_model", "count_targets", "loss_of"]
 

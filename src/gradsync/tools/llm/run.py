@@ -11,6 +11,7 @@ from gradsync.accelerator import Accelerator
 from gradsync.base.errors import GradsyncError
 from gradsync.communicator.agreement import gather_bytes, together
 from gradsync.health.elastic import Elastic, Generation
+from gradsync.observe.metrics import LOST
 from gradsync.observe.recording import Recorder
 from gradsync.observe.recording.files import FOLDER as RECORDING
 from gradsync.observe.recording.files import file_name, lines_of, write_lines
@@ -38,7 +39,7 @@ def run(settings: TrainSettings, *, cpu: bool = False) -> TrainingOutcome:
         tokens = prepare_tokens(settings.data, tokenizer=settings.tokenizer)
         folder = _on_main(
             accelerator,
-            lambda: RunFolder(settings.run_folder, resume=settings.resume, tensorboard=settings.tensorboard),
+            lambda: RunFolder(settings.run_folder, resume=settings.resume),
         )
         # What an earlier life of the run has recorded may be of other ranks.
         _on_main(accelerator, lambda: shutil.rmtree(settings.run_folder / RECORDING, ignore_errors=True))
@@ -85,7 +86,7 @@ class ElasticTrainer(Trainer):
     """One run on this rank, on whatever ranks there are."""
 
     _recording: RunRecorder | None = None
-    _ranks_before = 0
+    _former: frozenset[str] = frozenset()
 
     @property
     def planned_ranks(self) -> int:
@@ -101,8 +102,9 @@ class ElasticTrainer(Trainer):
         elastic.step = self.step
         elastic.before_meeting(lambda: self._records.learn(self._heartbeat.read(), everything=True))
         elastic.on_meeting(self._go_on_with)
-        signal = self._train()
-        outcome: TrainingOutcome = elastic.redone(lambda: self._conclude(signal))
+        with self._metrics:
+            signal = self._train()
+            outcome: TrainingOutcome = elastic.redone(lambda: self._conclude(signal))
         if self._recording is not None:
             self._recording.close(outcome)
         return outcome
@@ -139,10 +141,12 @@ class ElasticTrainer(Trainer):
         elif self._recording is None:
             self._start_recording(generation)
         self._records = self._new_records()
-        if self._ranks_before:
-            before, now = self._ranks_before, len(generation.members)
+        if self._former:
+            before, now = len(self._former), len(generation.members)
             self._listener.noted(self.step, f"{now} ranks go on, after {before} (generation {generation.number})")
-        self._ranks_before = len(generation.members)
+            self._metrics.count(LOST, len(self._former - generation.identities))
+        self._former = generation.identities
+        self.open_metrics()
 
     def _refuse_finished_run(self, generation: Generation) -> None:
         """A rank that was restarted late is alone: the others may have finished without it."""
@@ -155,7 +159,7 @@ class ElasticTrainer(Trainer):
 
     def _start_recording(self, generation: Generation) -> None:
         is_new = generation.number == 1 and not self.settings.resume
-        folder = RunFolder(self.settings.run_folder, resume=not is_new, tensorboard=self.settings.tensorboard)
+        folder = RunFolder(self.settings.run_folder, resume=not is_new)
         self._listener = self._recording = RunRecorder(folder)
         self._recording.began(self, self.notes)
 

@@ -4,7 +4,6 @@
 ``config.json``    what was asked for; written once, also a resumed run leaves it as it is
 ``metrics.jsonl``  one JSON object a line, on disk before the next step begins
 ``summary.json``   what came of it; written at the end, so a folder without one belongs to a run that did not finish
-``tensorboard/``   event files, when asked for
 =================  =================================================================================================
 
 A run may be killed at any moment. So files that are written whole only get their name when they are complete, and the
@@ -26,11 +25,10 @@ from typing import Any
 
 from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.base.files import PARTIAL, whole_file
-from gradsync.tools.llm.text_sources import import_extra
 
 __all__ = ["CONFIG", "METRICS", "SUMMARY", "Run", "RunFolder", "read_json", "read_metrics", "read_run", "write_whole"]
 
-CONFIG, METRICS, SUMMARY, EVENTS = "config.json", "metrics.jsonl", "summary.json", "tensorboard"
+CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 KINDS = ("step", "validation", "note")
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -42,15 +40,9 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     :meth:`rewind` with the step of the checkpoint before anything is appended.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, resume: bool, tensorboard: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, resume: bool) -> None:
         self.path = Path(path)
-        purpose = f"writing TensorBoard events, beside {METRICS} with the same numbers,"
-        self._tensorboard: Any = (
-            import_extra("torch.utils.tensorboard", purpose, "tensorboard") if tensorboard else None
-        )
-        self._events: Any = None
         self._last_step = 0
-        self._purge_step: int | None = None
         with _clear_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_content(resume=resume)
@@ -81,7 +73,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         kept = [line for line, record in zip(lines, records, strict=True) if record["step"] <= step]
         dropped = len(lines) - len(kept)
         self._last_step = step
-        self._purge_step = step + 1
         if dropped:
             write_whole(self.path / METRICS, b"".join(kept))
             with _clear_errors(self.path / METRICS):
@@ -112,9 +103,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self._last_step = record["step"]
         with _clear_errors(self.path / METRICS):
             self._write_line(line)
-        if self._tensorboard is not None:
-            with _clear_errors(self.path / EVENTS):
-                self._write_events(record)
 
     def note(self, step: int, text: str) -> None:
         """Adds a remark for readers of the run: resumed, a step skipped, a fallback taken."""
@@ -125,12 +113,8 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         write_whole(self.path / SUMMARY, _as_json(summary, indent=2))
 
     def close(self) -> None:
-        """Ends the writing. Nothing is lost without it but TensorBoard's last two minutes."""
+        """Ends the writing."""
         self._metrics.close()
-        if self._events is not None:
-            events, self._events = self._events, None
-            with _clear_errors(self.path / EVENTS):
-                events.close()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # What went wrong first is the better message.
@@ -147,15 +131,6 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         except OSError:
             self._metrics.truncate(end)
             raise
-
-    def _write_events(self, record: Mapping[str, Any]) -> None:
-        if self._events is None:
-            # TensorBoard's files cannot be cut; a purge hides what an earlier part of the run wrote from that step on.
-            self._events = self._tensorboard.SummaryWriter(str(self.path / EVENTS), purge_step=self._purge_step)
-        for name, value in _scalars(record).items():
-            self._events.add_scalar(name, value, record["step"])
-        if record["kind"] == "note":
-            self._events.add_text("notes", str(record["text"]), record["step"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,14 +262,6 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, list):
         return [_numbers(entry) for entry in value]
     return NOT_FINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """What TensorBoard draws of a record, by its name there."""
-    group = {"step": "training", "validation": "validation"}.get(record["kind"])
-    known = {name: value for name, value in record.items() if name not in ("kind", "step", "time", "seconds") and group}
-    numbers = {f"{group}/{name}": value for name, value in known.items() if not isinstance(value, str | None)}
-    return numbers | {f"seconds/{phase}": seconds for phase, seconds in record.get("seconds", {}).items()}
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from gradsync.accelerator.optimizer import Overlap, Overlapping
 from gradsync.base.errors import ConfigurationError
 from gradsync.core.reduction import reduction_by_name
 from gradsync.core.window.skip_vote import ON_BAD_STEP, OnBadStep
+from gradsync.optim.local_steps import is_local_steps, local_steps_by_name
+from gradsync.tools.metrics.choose import SINKS, check_sinks
 
 __all__ = ["HEADINGS", "RANKS", "Precision", "TrainOption", "TrainSettings", "option_of", "setting"]
 
@@ -20,8 +22,6 @@ Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
 # Headings of the options in the help.
 HEADINGS = ("Model and data", "Batches and steps", "Optimization", "Ranks and communication", "Run folder")
-# Of --reduction: not a reduction of gradients.
-LOCAL = "local"
 
 # What a value must be, in words and as a test. None is always accepted.
 Rule = tuple[str, Callable[[Any], bool]]
@@ -37,6 +37,7 @@ def _one_of(values: tuple[str, ...]) -> Rule:
     return f"one of {', '.join(values)}", values.__contains__
 
 
+METRICS: Rule = (f"names of {', '.join(SINKS)} with commas between them, each with :ARGUMENT or without", check_sinks)
 PRECISION, OVERLAP, BAD_STEP = _one_of(get_args(Precision)), _one_of(get_args(Overlap)), _one_of(ON_BAD_STEP)
 
 
@@ -81,7 +82,8 @@ class TrainSettings:
     bucket_mb: float | None = RANKS(None, "Bucket size in MiB; measured without it.", POSITIVE)
     reduction: str = RANKS(
         "mean",
-        "How gradients are sent: mean, bf16, fp16, int8, int4, int2, sign, low-rank:4, top-k:0.01, auto, local:16.",
+        "How gradients are sent: mean, bf16, fp16, int8, int4, int2, sign, low-rank:4, top-k:0.01, auto, local:16, "
+        "diloco:32, diloco:32:top-k:0.02:int2.",
     )
     shard_optimizer: bool = RANKS(
         False, "Divide the update among ranks, and gather parameters during the next forward."
@@ -102,7 +104,7 @@ class TrainSettings:
     checkpoint_every: int = FOLDER(100, "Steps between checkpoints.", COUNT)
     keep: int = FOLDER(2, "Number of checkpoints to keep.", COUNT)
     validate_every: int = FOLDER(50, "Steps between validations.", COUNT)
-    tensorboard: bool = FOLDER(False, "Also write TensorBoard events.")
+    metrics: str | None = FOLDER(None, f"Also write metrics to these, with commas: {', '.join(SINKS)}.", METRICS)
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -122,12 +124,12 @@ class TrainSettings:
             raise ConfigurationError(f"give --steps ({self.steps}) or --epochs ({self.epochs}), not both")
 
     def _check_reduction(self) -> None:
-        if self.local_steps is None:
-            try:
-                reduction_by_name(self.reduction)
-            except ConfigurationError as error:
-                raise ConfigurationError(f"--reduction {LOCAL}:STEPS, or else {error}") from None
-        elif self.shard_optimizer or self.overlap not in (None, "backward"):
+        try:
+            (reduction_by_name if self.local_steps is None else local_steps_by_name)(self.reduction)
+        except ConfigurationError as error:
+            others = "" if self.local_steps else "local:STEPS, diloco:STEPS, or else "
+            raise ConfigurationError(f"--reduction {others}{error}") from None
+        if self.local_steps is not None and (self.shard_optimizer or self.overlap not in (None, "backward")):
             other = "--shard-optimizer" if self.shard_optimizer else f"--overlap {self.overlap}"
             raise ConfigurationError(
                 f"--reduction {self.reduction} and {other} exclude each other: who steps locally has no means to wait "
@@ -151,14 +153,9 @@ class TrainSettings:
             )
 
     @property
-    def local_steps(self) -> int | None:
-        """How many steps of its own a rank takes between meetings; None where gradients are averaged in every one."""
-        kind, _, number = self.reduction.partition(":")
-        if kind != LOCAL:
-            return None
-        if not number.isdecimal() or int(number) < 1:
-            raise ConfigurationError(f"--reduction {LOCAL}:STEPS needs a number of steps, got {self.reduction!r}")
-        return int(number)
+    def local_steps(self) -> str | None:
+        """The local steps that ``reduction`` names; None where gradients are averaged in every step."""
+        return self.reduction if is_local_steps(self.reduction) else None
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, for config.json and checkpoints."""

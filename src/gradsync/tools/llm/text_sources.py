@@ -5,7 +5,6 @@ it is named after those.
 """
 
 import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gradsync.base.errors import ConfigurationError
+from gradsync.base.extras import import_extra
 
 __all__ = [
     "FileSource",
@@ -25,7 +25,6 @@ __all__ = [
     "TextSource",
     "blocks_of",
     "explained",
-    "import_extra",
     "open_source",
     "stamp_of",
 ]
@@ -81,17 +80,6 @@ def stamp_of(files: Iterable[Path]) -> str:
             raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
         digest.update(f"{path.absolute()}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()
-
-
-def import_extra(module: str, purpose: str, extra: str = "hf") -> Any:
-    """An optional package, or an error that says how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigurationError(
-            f"{purpose} needs the package {module}, which cannot be imported ({error}). Install it with "
-            f"pip install 'gradsync[{extra}]'"
-        ) from error
 
 
 @contextmanager

@@ -28,8 +28,9 @@ from torch import Tensor
 from gradsync.accelerator.numbered_windows import permutation as _permutation
 from gradsync.accelerator.numbered_windows import share_of as _share
 from gradsync.base.errors import ConfigurationError
+from gradsync.base.extras import import_extra
 from gradsync.base.files import whole_file
-from gradsync.tools.llm.text_sources import TextSource, blocks_of, explained, import_extra, open_source, stamp_of
+from gradsync.tools.llm.text_sources import TextSource, blocks_of, explained, open_source, stamp_of
 
 __all__ = [
     "BYTES",

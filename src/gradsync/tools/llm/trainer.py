@@ -21,21 +21,25 @@ from gradsync.accelerator.saving import restore_prepared, save_prepared
 from gradsync.base.errors import ConfigurationError
 from gradsync.checkpoint import CheckpointFolder, Loaded
 from gradsync.communicator import Communicator
+from gradsync.communicator.agreement import together
 from gradsync.core.engine import ReplicaCheck, SyncPolicy
 from gradsync.core.reduction import reduction_by_name
 from gradsync.health.elastic import Elastic
+from gradsync.observe.metrics import StepMetrics
 from gradsync.observe.recording import Recorder, loading
-from gradsync.optim.local_steps import LocalSteps
 from gradsync.tools.llm.model import build_model, count_targets, loss_of
 from gradsync.tools.llm.settings import TrainSettings, option_of
 from gradsync.tools.llm.step_records import Heartbeat, Pulse, StepRecord, StepRecords
 from gradsync.tools.llm.tokens import Batches, BatchPlan, MicroBatch, TokenFile, validation_batches
+from gradsync.tools.metrics import SinkPlace, open_sinks
 
 __all__ = ["Listener", "ReplicaProof", "Trainer", "TrainingOutcome", "make_accelerator"]
 
 DEFAULT_STEPS = 130
 VALIDATION_BATCHES = 8
 ECHO_SECONDS = 2.0
+# What metrics show of a record of a step.
+SHOWN = ("loss", "tokens", "tokens_per_second", "gradient_norm", "learning_rate")
 # What may not differ between a checkpoint and the run that goes on from it.
 FIXED = ("model", "data", "tokenizer", "sequence_length", "seed", "precision")
 # What may, but changes the numbers.
@@ -132,13 +136,13 @@ class Trainer:
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
         # Of the gradients, and why that one.
         self.transport = str(accelerator.models.attachment_of(self.model).transport)
-        self._local: LocalSteps | None = None
-        if settings.local_steps is not None:
-            self._local = LocalSteps(self.model, self.optimizer, every=settings.local_steps)
-            accelerator.register_for_checkpointing(self._local)
-            self.transport += f"; parameters take it, after every {settings.local_steps} steps"
+        for local in accelerator.local_steps:
+            self.transport += f"; parameters take it, after every {local.settings.every} steps"
         self.step = self.saving.restore()
         self._recorder = recorder
+        self._metrics = StepMetrics(recorder, scaler=accelerator.scaler)
+        # The number of this rank when its sinks were opened.
+        self._metrics_rank: int | None = None
         self._listener = Listener()
         self._validation_loss: float | None = None
 
@@ -160,12 +164,34 @@ class Trainer:
         if listener is not None and self.accelerator.is_main_process:
             self._listener = listener
         self._listener.began(self, self.notes)
-        signal = self._train()
-        if self._local is not None:
-            self._local.synchronize()
-        if self.saving.latest != self.step:
-            self._save()
-        return self._conclude(signal)
+        with self._metrics:
+            self.open_metrics()
+            signal = self._train()
+            self.accelerator.prepared.synchronize()
+            if self.saving.latest != self.step:
+                self._save()
+            return self._conclude(signal)
+
+    def open_metrics(self) -> None:
+        """Open the sinks of this rank, anew where its number has changed. Collective."""
+        names, rank = self.settings.metrics, self.accelerator.process_index
+        if names is None:
+            return
+        place = SinkPlace(
+            folder=self.settings.run_folder,
+            rank=rank,
+            local_rank=self.accelerator.environment.local_rank,
+            first_step=self.step + 1 if self.step else None,
+        )
+
+        def open_them() -> tuple[None, None]:
+            if self._metrics_rank != rank:
+                self._metrics.close()
+                self._metrics.use(open_sinks(names, place))
+                self._metrics_rank = rank
+            return None, None
+
+        together(self.accelerator.world.communicator, "open what --metrics names", open_them)
 
     def _conclude(self, signal: int) -> TrainingOutcome:
         if not signal:
@@ -175,7 +201,16 @@ class Trainer:
 
     def _new_records(self) -> StepRecords:
         on_gpu = self.accelerator.device.type == "cuda"
-        return StepRecords(self._recorder, self._listener.stepped, on_gpu=on_gpu)
+        # Of steps whose loss the other ranks have not told yet. On a GPU they are read with it: reading waits.
+        self._measured: dict[int, dict[str, float]] = {}
+        return StepRecords(self._recorder, self._stepped, on_gpu=on_gpu)
+
+    def _stepped(self, record: StepRecord) -> None:
+        self._listener.stepped(record)
+        if self._metrics.active:
+            measured = self._measured.pop(record.step, None) or self._metrics.read()
+            known = {f"training/{name}": getattr(record, name) for name in SHOWN}
+            self._metrics.log(record.step, measured | known)
 
     def _train(self) -> int:
         """Run all steps. Returns the signal that has ended them, or 0."""
@@ -212,6 +247,8 @@ class Trainer:
         self.scheduler.step()
         self.optimizer.zero_grad()
         self.step += 1
+        if self._metrics.active and self.accelerator.device.type == "cpu":
+            self._measured[self.step] = self._metrics.read()
         pulse = self._heartbeat.beat(total, tokens, signal)
         records.add(self.step, norm, rate, time.perf_counter() - began)
         return pulse
@@ -237,9 +274,6 @@ class Trainer:
         return signal
 
     def _save(self) -> None:
-        if self._local is not None:
-            # A checkpoint is one model.
-            self._local.synchronize()
         self.saving.save(self.step, self.plan)
         self._listener.saved(self.step)
 
@@ -262,6 +296,7 @@ class Trainer:
         total, count = numbers.tolist()
         self._validation_loss = total / count if count else float("nan")
         self._listener.validated(self.step, self._validation_loss)
+        self._metrics.log(self.step, {"validation/loss": self._validation_loss})
 
 
 def compare_replicas(model: nn.Module, communicator: Communicator) -> ReplicaProof:
@@ -289,6 +324,7 @@ def make_accelerator(
         cpu=cpu,
         shard_optimizer=settings.shard_optimizer,
         overlap=settings.overlap,
+        local_steps=settings.local_steps,
         elastic=elastic,
         # The schedule is made of windows, whatever the number of ranks.
         gradient_accumulation_plugin=GradientAccumulationPlugin(scheduler_steps="once"),

@@ -1,0 +1,14 @@
+"""Sinks for metrics, each for a program that people watch their trainings with.
+
+::
+
+    choose        sinks by name, as `gradsync train --metrics` takes them
+    trackers      TensorBoard, W&B and MLflow: files of one run, written by rank 0
+    monitoring    Prometheus and OpenTelemetry: every rank has its own numbers
+"""
+
+from gradsync.tools.metrics.choose import SINKS, SinkPlace, open_sinks
+from gradsync.tools.metrics.monitoring import PrometheusSink
+from gradsync.tools.metrics.trackers import TensorBoardSink
+
+__all__ = ["SINKS", "PrometheusSink", "SinkPlace", "TensorBoardSink", "open_sinks"]
