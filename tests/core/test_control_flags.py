@@ -13,7 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from gradsync import BadStepError, DistributedDataParallel, MisuseError, PeerFailedError
+from gradsync import (
+    BadStepError,
+    DistributedDataParallel,
+    MisuseError,
+    PeerFailedError,
+    ShardedOptimizer,
+    clip_grad_norm_,
+)
 from gradsync.communicator import choose_communicator
 from gradsync.communicator.transport_state import TransportState
 from gradsync.core.bucket.control_flags import step_gate
@@ -140,11 +147,18 @@ def test_no_control_flags_goes_unread(read_later: None) -> None:
 Step = tuple[str, list[float], list[float]]
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
-    "fused SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
-    "fused Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, fused=True),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
-    "SGD by closure": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "fused AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
+    "fused SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True),
+    "fused Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+    "SGD by closure": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True),
+    "fused AdamW, sharded in plain steps": lambda model: ShardedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), model, mode="plain"
+    ),
+    **dict.fromkeys(
+        ("AdamW, sharded", "AdamW, sharded, clipped", "AdamW, sharded, clipped by torch"),
+        lambda model: ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), model),
+    ),
 }
 
 
@@ -153,7 +167,7 @@ def fail_at(name: str, at: int, scales: bool) -> list[Step]:
     fails, and whoever hears of a failure goes on."""
     communicator = choose_communicator()
     model = DistributedDataParallel(Numbers().requires_grad_(True))
-    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer = OPTIMIZERS[name](model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
     came: list[Step] = []
     for window in range(7):
@@ -169,6 +183,10 @@ def fail_at(name: str, at: int, scales: bool) -> list[Step]:
                 optimizer.step(backward)
             else:
                 backward()
+                if "clipped" in name:
+                    scaler.unscale_(optimizer)
+                    clip = nn.utils.clip_grad_norm_ if "by torch" in name else clip_grad_norm_
+                    clip(model.parameters(), 0.5)
                 scaler.step(optimizer)
                 scaler.update()
             said = ""
@@ -177,7 +195,8 @@ def fail_at(name: str, at: int, scales: bool) -> list[Step]:
             # This one may be in the middle of a step.
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
         optimizer.zero_grad()
-        states = [value for state in optimizer.state.values() for value in state.values()]
+        by_parameter = getattr(optimizer, "_outside", optimizer).state
+        states = [value for state in by_parameter.values() for value in state.values()]
         assert not hasattr(optimizer, "found_inf")
         came.append(
             (
@@ -220,7 +239,7 @@ def rebuild_before_the_step() -> list[list[float]]:
     """Rank 0 fails in the second window. All ranks lay out their buckets again before the others step."""
     communicator = choose_communicator()
     model = DistributedDataParallel(Numbers().requires_grad_(True))
-    optimizer = OPTIMIZERS["fused AdamW"](model.parameters())
+    optimizer = OPTIMIZERS["fused AdamW"](model)
     values = []
     for window in range(4):
         failed = False

@@ -1,10 +1,13 @@
 """Every sink, with the real package: what was written is read back by the package itself."""
 
+import http.server
 import json
 import shutil
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -15,12 +18,25 @@ from typing import Any
 import pytest
 
 from gradsync.errors import ConfigurationError
+from gradsync.observe.metrics import DESCRIPTIONS
 from gradsync.tools.llm.run import run
 from gradsync.tools.llm.run_folder import read_metrics
 from gradsync.tools.llm.settings import TrainSettings
-from gradsync.tools.metrics import SINKS, PrometheusSink, SinkPlace, TensorBoardSink, open_sinks
+from gradsync.tools.metrics import (
+    SINKS,
+    MlflowSink,
+    OpenTelemetrySink,
+    PrometheusSink,
+    SinkPlace,
+    TensorBoardSink,
+    WandbSink,
+    open_sinks,
+)
 from gradsync.tools.metrics.choose import PACKAGES, check_sinks, require_packages
 from tests.ranks import pool_of
+
+# Grafana puts the time between its points here.
+RATE = "$__rate_interval"
 
 pytestmark = [pytest.mark.program, pytest.mark.timeout(200)]
 
@@ -49,6 +65,127 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("training/loss")] == [(1, 4.0), (2, 2.0), (3, 30.0)]
     assert [event.value for event in events.Scalars("step/forward_seconds")] == [0.25, 0.5]
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of an offline run: a header, then chunks in blocks of 32 KiB, as LevelDB's logs have them."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, place, record = path.read_bytes(), 7, b""
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", content, place + 4)
+        record += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        # Whole, or the last of several.
+        if kind in (1, 4):
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
+
+
+def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    sink = WandbSink(tmp_path, name="mine")
+    for step, values in STEPS.items():
+        sink.write(step, values)
+    sink.close()
+    wandb.teardown()
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    records = list(wandb_records(path))
+    (begun,) = [record.run for record in records if record.HasField("run")]
+    assert (begun.project, begun.display_name, begun.run_id) == ("gradsync", "mine", (tmp_path / "run-id").read_text())
+    rows = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    assert [row["_step"] for row in rows] == list(STEPS)
+    for row, values in zip(rows, STEPS.values(), strict=True):
+        assert {name: row[name] for name in values} == values
+
+
+def test_mlflow_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    sink = MlflowSink(tmp_path, name="mine")
+    sink.write(1, STEPS[1])
+    sink.close()
+    # A run that goes on is the same run.
+    sink = MlflowSink(tmp_path, name="mine")
+    for step in (2, 3):
+        sink.write(step, STEPS[step])
+    client = mlflow.MlflowClient(tracking_uri=tmp_path.as_uri())
+    assert client.get_run(sink.run_id).info.status == "RUNNING"
+    sink.close()
+    run_of = client.get_run(sink.run_id)
+    assert (run_of.info.run_name, run_of.info.status) == ("mine", "FINISHED")
+    assert len(client.search_runs([run_of.info.experiment_id])) == 1
+    for name in STEPS[1]:
+        history = [(entry.step, entry.value) for entry in client.get_metric_history(sink.run_id, name)]
+        assert sorted(history) == [(step, values[name]) for step, values in STEPS.items()]
+
+
+# -- OpenTelemetry -------------------------------------------------------------------------------------------------
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Keeps what it is sent by OTLP."""
+
+    def do_POST(self) -> None:
+        from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.kept.append((self.path, ExportMetricsServiceRequest.FromString(body)))  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_collector_gets_what_was_written() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.metric_exporter")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    server.kept = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        sink = OpenTelemetrySink(f"http://127.0.0.1:{server.server_port}", rank=1)
+        for step, values in STEPS.items():
+            sink.write(step, values)
+        sink.close()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    ((path, request),) = server.kept  # type: ignore[attr-defined]
+    assert path == "/v1/metrics"
+    (resource,) = request.resource_metrics
+    metrics = {metric.name: metric for scope in resource.scope_metrics for metric in scope.metrics}
+    (point,) = metrics["gradsync.step.forward_seconds"].gauge.data_points
+    assert point.as_double == 0.75
+    assert [(each.key, each.value.int_value) for each in point.attributes] == [("rank", 1)]
+    total = metrics["gradsync.communication.bytes"].sum
+    assert total.is_monotonic
+    assert [point.as_double for point in total.data_points] == [3000.0]
+    assert metrics["gradsync.training.step"].gauge.data_points[0].as_int == 3
+
+
+def test_a_meter_provider_of_your_own_is_used_and_left_open() -> None:
+    metrics = pytest.importorskip("opentelemetry.sdk.metrics")
+    reader = pytest.importorskip("opentelemetry.sdk.metrics.export").InMemoryMetricReader()
+    provider = metrics.MeterProvider(metric_readers=[reader], shutdown_on_exit=False)
+    sink = OpenTelemetrySink(provider=provider)
+    sink.write(1, {"training/loss": 4.0})
+    sink.close()
+    (resource,) = reader.get_metrics_data().resource_metrics
+    names = {metric.name for scope in resource.scope_metrics for metric in scope.metrics}
+    assert names == {"gradsync.training.loss", "gradsync.training.step"}
+    provider.shutdown()
 
 
 # -- Prometheus ----------------------------------------------------------------------------------------------------
@@ -140,6 +277,55 @@ def test_a_real_prometheus_scrapes_every_rank(prometheus: int, endpoints: list[P
     types = {name.removesuffix("_total"): each for name, (each,) in ask(prometheus, "/api/v1/metadata")["data"].items()}
     assert types["gradsync_communication_bytes"]["type"] == "counter"
     assert types["gradsync_step_seconds"]["help"] == "Seconds of a step"
+
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
+
+
+def expressions() -> list[str]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def test_prometheus_answers_every_panel_of_the_dashboard(prometheus: int, endpoints: list[PrometheusSink]) -> None:
+    shown = dict.fromkeys([*DESCRIPTIONS, "training/loss", "validation/loss"], 1.0)
+    for sink in endpoints:
+        sink.write(1, shown)
+    missing, until = expressions(), time.monotonic() + 100
+    # A rate has to see two values.
+    while missing and time.monotonic() < until:
+        time.sleep(0.2)
+        answers = {each: ask(prometheus, "/api/v1/query", query=each.replace(RATE, "30s")) for each in missing}
+        missing = [each for each, answer in answers.items() if answer is None or not answer["data"]["result"]]
+    assert missing == []
+
+
+def unknown(given: Any, known: Any, place: str = "") -> Iterator[str]:
+    """What of the JSON ``given`` is not in ``known``."""
+    if isinstance(given, dict) and isinstance(known, dict):
+        for key, value in given.items():
+            yield from unknown(value, known.get(key), f"{place}/{key}")
+    elif isinstance(given, list) and isinstance(known, list) and len(given) == len(known):
+        for number, (value, other) in enumerate(zip(given, known, strict=True)):
+            yield from unknown(value, other, f"{place}/{number}")
+    elif given != known:
+        yield place
+
+
+def test_grafana_s_own_schema_has_all_of_the_dashboard() -> None:
+    """Its classes are made from that schema, and drop what it does not have."""
+    dashboard = pytest.importorskip("grafana_foundation_sdk.models.dashboard").Dashboard
+    from grafana_foundation_sdk.cog import encoder, plugins
+
+    plugins.register_default_plugins()
+    given = json.loads(DASHBOARD.read_text())
+
+    def read(content: Any) -> Any:
+        return json.loads(encoder.JSONEncoder().encode(dashboard.from_json(content)))
+
+    assert list(unknown(given, read(given))) == []
+    given["panels"][0]["targets"][0]["expression"] = given["panels"][0].pop("title")
+    assert list(unknown(given, read(given))) == ["/panels/0/targets/0/expression"]
 
 
 # -- by name -------------------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def _shares(meant: set[int], synchronizer: Synchronizer, norm_type: float) -> Wh
             "a sharded optimizer keeps complex gradients as pairs of numbers, whose norm is that of the gradients for "
             f"norm_type=2 only, got {norm_type:g}"
         )
+    synchronizer.confirm_means()
     mine = [part for bucket in synchronizer.buckets for part in own_parts(bucket, meant, communicator.rank)]
     local = combine_norms([norm_of(part, norm_type) for part in mine], norm_type).to(communicator.device, torch.float64)
     if math.isinf(norm_type):

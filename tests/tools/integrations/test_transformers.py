@@ -1,5 +1,6 @@
 """gradsync in the Trainer of transformers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,47 @@ def test_a_classifier_evaluates_and_goes_on_with_the_bits_of_the_stock_trainer(t
     ]
     assert len([entry for entry in log if "eval_accuracy" in entry]) == 3
     assert list((tmp_path / "ours").glob("**/events.out.tfevents.*"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What small trainings came to on each rank."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("small")
+    script = ROOT / "tests" / "trainer_script.py"
+    ran = run_scripts(
+        [script], ranks=2, folder=folder, arguments=[str(folder / "out")], timeout=250, preload=PRELOADED
+    )[script]
+    assert ran.error is None, ran.error
+    return [json.loads((folder / f"out.{rank}").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("training", ["plain", "twice", "bf16", "rank 1 has no tokens"])
+def test_where_stock_is_exact_ours_has_its_bits(training: str, small: list[dict[str, Any]]) -> None:
+    for rank in small:
+        assert rank[f"ours, {training}"] == rank[f"stock, {training}"]
+
+
+@pytest.mark.parametrize("training", ["evaluated first", "unfrozen"])
+def test_where_the_stock_replicas_drift_apart_ours_agree(training: str, small: list[dict[str, Any]]) -> None:
+    first, second = small
+    assert first[f"stock, {training}"] != second[f"stock, {training}"]
+    assert first[f"ours, {training}"] == second[f"ours, {training}"]
+
+
+def test_an_evaluation_before_training_changes_nothing(small: list[dict[str, Any]]) -> None:
+    assert small[0]["ours, evaluated first"] == small[0]["ours, plain"]
+
+
+def test_a_rank_that_has_no_tokens_counts_for_nothing(small: list[dict[str, Any]]) -> None:
+    """Not even where the ranks do not know each other's numbers, and its loss would be divided by zero."""
+    for rank in small:
+        expected = rank["ours, rank 1 has no tokens"]
+        assert rank["ours, rank 1 has no tokens and says so"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_trainer_that_has_trained_is_refused(small: list[dict[str, Any]]) -> None:
+    assert "the model of this Trainer is already wrapped, in DistributedDataParallel" in small[0]["too late"]
 
 
 def test_what_is_no_trainer_is_refused() -> None:

@@ -348,12 +348,6 @@ class BackwardEngine:
         self.window.is_rejected = is_reported and self.skip_vote.tolerates
         self._clear_window()
 
-    def clear(self) -> None:
-        """Drop all gradients, and the window's record of them."""
-        self.arrangement.drop_gradients()
-        self.window.end_abstention()
-        self.window.discard()
-
     def require_attached(self, what: str) -> None:
         """Refuse to communicate inside a backward, or for another wrapper."""
         if current_task() != NO_TASK:

@@ -156,7 +156,7 @@ class PendingWork:
                 "abstain() was called after the window's backward, which all ranks have ended by now. Call it in the "
                 "place of that backward; to give a mean up, zero the gradients of all ranks"
             )
-        engine.clear()
+        engine.store.clear()
         engine.require_whole()
         if has_failed:
             # Its backward has failed, and the others know.
@@ -181,7 +181,7 @@ class PendingWork:
     def shadow(self) -> None:
         """Take part in the synchronization of ranks that still have data, contributing nothing."""
         engine = self._engine
-        engine.clear()
+        engine.store.clear()
         engine.window.announce_all_absent(len(engine.parameters))
         self.synchronize()
         # The means stay for now: a sharded optimizer may step on them here, too.

@@ -12,6 +12,7 @@ into the bucket. It must have left before gradients are written there again::
                  └───────────────────────── hand_out ── take_back ─────────────────────────────────┘
 """
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -19,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from gradsync.base.errors import MisuseError
+from gradsync.base.errors import MisuseError, PeerFailedError
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.arrangement import Arrangement
 from gradsync.core.bucket.norm import BucketNorms
@@ -160,6 +161,36 @@ class GradientStore:
         if self._precise is not None and not self.pipeline.reduction.scatters:
             self.window.replace_gradients(self._precise.restore, self.buckets, self._precise.parameters)
 
+    # -- whether they are means --------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Drop all gradients, and the window's record of them."""
+        self.arrangement.drop_gradients()
+        self.window.end_abstention()
+        self.window.discard()
+
+    def gate_step(self, *, gated: bool) -> torch.Tensor | None:
+        """See :meth:`.FlagReader.gate_step`. A failure is treated as if it had been reported in backward."""
+        flags = self.pipeline.flags
+        try:
+            gate = flags.gate_step(gated=gated)
+        except PeerFailedError:
+            self.clear()
+            raise
+        if flags.requests.late:
+            self.window.is_rejected = True
+        return gate
+
+    def confirm_means(self) -> None:
+        """Ensure that all ranks have means, before a collective that a rank whose backward failed would not start."""
+        self.gate_step(gated=False)
+        if self.pipeline.flags.requests.late:
+            self.clear()
+            raise PeerFailedError(
+                "another rank raises for an earlier window that failed, so no rank steps on this one. See the error "
+                "there; call zero_grad() before the next backward"
+            )
+
     # -- ownership ---------------------------------------------------------------------------------------------------
 
     def hand_out(self) -> None:
@@ -174,9 +205,14 @@ class GradientStore:
 
     def _share_out(self) -> None:
         """Mark the gradients as means of a share only: every rank has those of its share now."""
-        self._shared = SharedGradients(self.pipeline.communicator)
+        self._shared = self._new_shared()
         for bucket in self.buckets:
             self._shared.take_in(bucket)
+
+    def _new_shared(self) -> SharedGradients:
+        # Views hold this, and outlive the engine: they must not hold the engine.
+        confirm = partial(GradientStore.confirm_means, weakref.proxy(self))
+        return SharedGradients(self.pipeline.communicator, confirm)
 
     @property
     def _are_consumed(self) -> bool:
@@ -193,7 +229,7 @@ class GradientStore:
             for view in zeroed:
                 view.zeroed = True  # type: ignore[attr-defined]
         if self._shared is None:
-            self._shared = SharedGradients(self.pipeline.communicator)
+            self._shared = self._new_shared()
         self._shared.are_consumed = True
 
     def require_gradients(self) -> None:

@@ -40,13 +40,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradsync.base.errors import MisuseError, PeerFailedError
+from gradsync.base.errors import MisuseError
 from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.backward_watch import NO_TASK, current_task
 from gradsync.core.engine.blocks import PendingWork
 from gradsync.core.window import WindowState, has_unattached_gradients
 
-__all__ = ["FoundInf", "StepGuard", "forget_scaler", "guard_steps", "reads_found_inf", "unguard_steps"]
+__all__ = ["FoundInf", "StepGuard", "forget_scaler", "guard_steps", "reads_found_inf", "step_gated", "unguard_steps"]
 
 
 class StepGuard:
@@ -70,7 +70,7 @@ class StepGuard:
         gate, steps_locally = None, engine.switches.steps_locally
         if not steps_locally:
             engine.pipeline.flags.require_alive()
-            gate = None if by_closure else self._gate_step(gated=gated)
+            gate = None if by_closure else engine.store.gate_step(gated=gated)
         has_means = steps_locally or window.has_means
         if not has_means and not by_closure:
             self._synchronize_if_due()
@@ -111,18 +111,6 @@ class StepGuard:
         engine.require_whole()
         self._pending_work.finish_window()
 
-    def _gate_step(self, *, gated: bool) -> torch.Tensor | None:
-        pipeline = self.engine.pipeline
-        try:
-            gate = pipeline.flags.gate_step(gated=gated)
-        except PeerFailedError:
-            # As if it had been reported in backward.
-            self.engine.clear()
-            raise
-        if pipeline.flags.requests.late:
-            self.window.is_rejected = True
-        return gate
-
     def _synchronize_if_due(self) -> None:
         """Synchronize where the others wait for this rank; raise if gradients were accumulated on purpose."""
         engine, window = self.engine, self.window
@@ -141,7 +129,7 @@ class StepGuard:
         window = self.window
         window.is_stepped_by_closure = by_closure
         if window.is_rejected:
-            self.engine.clear()
+            self.engine.store.clear()
         window.end_abstention()
         if has_means or not by_closure or window.state is not WindowState.UNSYNCHRONIZED:
             window.optimizer_stepped()
@@ -161,6 +149,18 @@ def reads_found_inf(optimizer: Any) -> bool:
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     return all(group.get("fused") and not _allocates_momentum(optimizer, group) for group in optimizer.param_groups)
+
+
+def step_gated(optimizer: Any, found_inf: torch.Tensor | None) -> None:
+    """Step ``optimizer`` for one that was given ``found_inf``, and has it do the work."""
+    if found_inf is None:
+        optimizer.step()
+        return
+    optimizer.found_inf = found_inf
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf
 
 
 def _allocates_momentum(optimizer: Any, group: dict[str, Any]) -> bool:

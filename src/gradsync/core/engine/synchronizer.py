@@ -89,6 +89,7 @@ class Synchronizer:
         self.switched, self.announced = self.engine.switches.set, self.engine.announced
         self.reduce_with, self.consume_gradients = store.reduce_with, store.consume
         self.norms_of, self.require_gradients = store.norms_of, store.require_gradients
+        self.confirm_means = store.confirm_means
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.pending_work = PendingWork(self.engine)
         for parameter in self.parameters:
@@ -285,7 +286,7 @@ class Synchronizer:
 
     def clear(self) -> None:
         """Drop all gradients, and the window's record of them."""
-        self.engine.clear()
+        self.engine.store.clear()
 
     def raised_on_all(self) -> None:
         """Give the window up: all ranks have raised for a common reason, and no rank waits for this one."""

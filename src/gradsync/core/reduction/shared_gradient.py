@@ -75,10 +75,13 @@ class SharedGradient(torch.Tensor):
 
 
 class SharedGradients:
-    """The gradients of one synchronizer that are shared out together."""
+    """The gradients of one synchronizer that are shared out together.
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+    ``confirm`` raises unless all ranks have them: it is called before the collectives of those that look at them all.
+    """
+
+    def __init__(self, communicator: Communicator, confirm: Callable[[], None]) -> None:
+        self.communicator, self.confirm = communicator, confirm
         # Their memory holds something else by now.
         self.are_consumed = False
         self._gradients: list[SharedGradient] = []
@@ -103,6 +106,7 @@ class SharedGradients:
     def norm_of(self, gradient: SharedGradient, order: float) -> torch.Tensor:
         """The norm of a gradient over all ranks. Collective for the first of all: torch asks for one after another."""
         if order not in self._norms:
+            self.confirm()
             self._norms[order] = self._all_norms(order)
         return self._norms[order][id(gradient)]
 
@@ -207,9 +211,11 @@ def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_sca
     """``torch.amp.GradScaler``'s unscaling: a number that is not finite on one rank counts on all. Collective."""
     parts = [each.part if isinstance(each, SharedGradient) else each for each in gradients]
     present = [part for part in parts if part is not None and part.numel()]
+    groups = {id(each.group): each.group for each in _shared_in(gradients)}
+    for group in groups.values():
+        group.confirm()
     if present:
         torch._amp_foreach_non_finite_check_and_unscale_(present, found_inf, inv_scale)
-    groups = {id(each.group): each.group for each in _shared_in(gradients)}
     for group in groups.values():
         group.forget()
         shared = found_inf.to(group.communicator.device, copy=True)

@@ -27,6 +27,7 @@ from gradsync.communicator import Handle
 from gradsync.communicator.agreement import make_together
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.precise import NARROW, restore_gradients
+from gradsync.core.engine.step_guard import reads_found_inf, step_gated
 from gradsync.optim.sharded.bucket_optimizer import BucketOptimizer, require_optimizer
 from gradsync.optim.sharded.gather import Gather
 from gradsync.optim.sharded.mode import Mode
@@ -137,6 +138,14 @@ class ShardedOptimizer(BucketOptimizer):
 
     # -- the step --------------------------------------------------------------------------------------------------
 
+    @property
+    def reads_found_inf(self) -> bool:
+        """Whether the device can skip a step by itself, so that the host need not wait: only where steps are plain.
+
+        Shares are sent by the host, which must know whether the others send theirs.
+        """
+        return self._segments is None and reads_found_inf(self._outside)
+
     def _update(self) -> None:
         """Update this rank's shares, and have all ranks gather them, in the order in which the next forward needs them.
 
@@ -191,7 +200,7 @@ class ShardedOptimizer(BucketOptimizer):
             restore_gradients([p for p in narrow if not is_wide(self._outside.state.get(p, {}), p)])
             # This step has already been checked.
             with self._synchronizer.switched(steps_locally=True):
-                self._outside.step()
+                step_gated(self._outside, getattr(self, "found_inf", None))
 
     def close(self) -> None:
         super().close()

@@ -8,7 +8,16 @@
 """
 
 from gradsync.tools.metrics.choose import SINKS, SinkPlace, open_sinks
-from gradsync.tools.metrics.monitoring import PrometheusSink
-from gradsync.tools.metrics.trackers import TensorBoardSink
+from gradsync.tools.metrics.monitoring import OpenTelemetrySink, PrometheusSink
+from gradsync.tools.metrics.trackers import MlflowSink, TensorBoardSink, WandbSink
 
-__all__ = ["SINKS", "PrometheusSink", "SinkPlace", "TensorBoardSink", "open_sinks"]
+__all__ = [
+    "SINKS",
+    "MlflowSink",
+    "OpenTelemetrySink",
+    "PrometheusSink",
+    "SinkPlace",
+    "TensorBoardSink",
+    "WandbSink",
+    "open_sinks",
+]

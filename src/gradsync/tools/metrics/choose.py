@@ -9,12 +9,14 @@ from gradsync.base.environment import read_environment
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.extras import import_extra
 from gradsync.observe.metrics import MetricsSink
-from gradsync.tools.metrics.monitoring import PrometheusSink
-from gradsync.tools.metrics.trackers import TensorBoardSink
+from gradsync.tools.metrics.monitoring import OpenTelemetrySink, PrometheusSink
+from gradsync.tools.metrics.trackers import MlflowSink, TensorBoardSink, WandbSink
 
 __all__ = ["SINKS", "SinkPlace", "check_sinks", "open_sinks", "require_packages"]
 
 PROMETHEUS_PORT = 9400
+# Of W&B, and the experiment of MLflow.
+PROJECT = "gradsync"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +46,34 @@ def _prometheus(place: SinkPlace, port: str) -> MetricsSink:
     return PrometheusSink(int(port or PROMETHEUS_PORT) + place.local_rank, rank=place.rank)
 
 
-SINKS: dict[str, Opener] = {"tensorboard": _tensorboard, "prometheus": _prometheus}
-PACKAGES = {"tensorboard": "torch.utils.tensorboard", "prometheus": "prometheus_client"}
+def _wandb(place: SinkPlace, project: str) -> MetricsSink | None:
+    folder = Path(place.folder)
+    return None if place.rank else WandbSink(folder / "wandb", project=project or PROJECT, name=folder.name)
+
+
+def _mlflow(place: SinkPlace, experiment: str) -> MetricsSink | None:
+    folder = Path(place.folder)
+    return None if place.rank else MlflowSink(folder / "mlruns", experiment=experiment or PROJECT, name=folder.name)
+
+
+def _opentelemetry(place: SinkPlace, endpoint: str) -> MetricsSink:
+    return OpenTelemetrySink(endpoint or None, rank=place.rank)
+
+
+SINKS: dict[str, Opener] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "prometheus": _prometheus,
+    "opentelemetry": _opentelemetry,
+}
+PACKAGES = {
+    "tensorboard": "torch.utils.tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "prometheus": "prometheus_client",
+    "opentelemetry": "opentelemetry.exporter.otlp.proto.http.metric_exporter",
+}
 
 
 def check_sinks(spec: str) -> bool:

@@ -8,7 +8,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.base.extras import import_extra
 from gradsync.observe.metrics import COUNTERS, DESCRIPTIONS
 
-__all__ = ["PrometheusSink"]
+__all__ = ["OpenTelemetrySink", "PrometheusSink"]
 
 
 class PrometheusSink:
@@ -54,3 +54,54 @@ class PrometheusSink:
             family.add_metric([self._rank], value)
             families.append(family)
         return families
+
+
+class OpenTelemetrySink:
+    """Reports to an OpenTelemetry collector: ``step/seconds`` is called ``gradsync.step.seconds`` there, and every
+    value has the attribute ``rank``.
+
+    ``provider`` is a meter provider of your own, which is not shut down. Without one, values go by OTLP over HTTP to
+    ``endpoint``, by default to the one in ``OTEL_EXPORTER_OTLP_ENDPOINT``, as often as OpenTelemetry's variables say.
+    """
+
+    _own: Any = None
+
+    def __init__(self, endpoint: str | None = None, *, rank: int = 0, provider: Any = None) -> None:
+        if provider is None:
+            provider = self._own = _otlp_provider(endpoint)
+        self._meter = provider.get_meter("gradsync")
+        self._attributes = {"rank": rank}
+        self._instruments: dict[str, Any] = {}
+        self._totals: dict[str, float] = {}
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in {**values, "training/step": step}.items():
+            is_counter = name in COUNTERS
+            if name not in self._instruments:
+                make = self._meter.create_counter if is_counter else self._meter.create_gauge
+                called = "gradsync." + name.replace("/", ".")
+                self._instruments[name] = make(called, description=DESCRIPTIONS.get(name, name))
+            if is_counter:
+                self._instruments[name].add(value - self._totals.get(name, 0.0), self._attributes)
+                self._totals[name] = value
+            else:
+                self._instruments[name].set(value, self._attributes)
+
+    def close(self) -> None:
+        if self._own is not None:
+            self._own.shutdown()
+
+
+def _otlp_provider(endpoint: str | None) -> Any:
+    purpose, extra = "reporting to OpenTelemetry", "opentelemetry"
+    metrics = import_extra("opentelemetry.sdk.metrics", purpose, extra)
+    export = import_extra("opentelemetry.sdk.metrics.export", purpose, extra)
+    exporters = import_extra("opentelemetry.exporter.otlp.proto.http.metric_exporter", purpose, extra)
+    resources = import_extra("opentelemetry.sdk.resources", purpose, extra)
+    exporter = exporters.OTLPMetricExporter(endpoint=None if endpoint is None else f"{endpoint}/v1/metrics")
+    return metrics.MeterProvider(
+        metric_readers=[export.PeriodicExportingMetricReader(exporter)],
+        resource=resources.Resource.create({"service.name": "gradsync"}),
+        # Its owner shuts it down.
+        shutdown_on_exit=False,
+    )
