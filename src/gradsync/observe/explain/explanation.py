@@ -147,6 +147,8 @@ class Explanation:
             + (f" ({wasted:.3g} for nothing)" if wasted >= 0.5 else "")
             + f" and {_plural(split.collectives, 'collective')}"
         )
+        if compiled := timeline.recordings[0].header.compiled:
+            yield f"the model is compiled: {compiled}"
         if not timeline.is_whole:
             yield "what other ranks did is not in here: waiting for one of them counts as communication"
         unmeasured = [each.header.rank for each in timeline.recordings if each.header.clock.error is None]

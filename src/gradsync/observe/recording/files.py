@@ -193,8 +193,8 @@ class Header:
     """Which rank wrote a recording, and of what.
 
     ``model`` numbers the models of a process, in the order in which they were wrapped. ``caps`` are bucket sizes in
-    bytes, ``identity`` identifies the host, ``link`` is the measured cost of an all-reduce: latency and seconds per
-    byte.
+    bytes, ``compiled`` says what of the model is compiled and what overlaps then, ``identity`` identifies the host,
+    ``link`` is the measured cost of an all-reduce: latency and seconds per byte.
     """
 
     rank: int
@@ -211,6 +211,7 @@ class Header:
     schedule: str = "overlapped"
     caps: tuple[int, ...] = ()
     caps_chosen: bool = False
+    compiled: str = ""
     parameters: dict[str, int] = field(default_factory=dict)
     optimizer: str = ""
     link: tuple[float, float] | None = None

@@ -384,5 +384,6 @@ def _changing(synchronizer: Synchronizer) -> dict[str, Any]:
     return {
         "reduction": repr(synchronizer.reduction),
         "caps": tuple(synchronizer.caps.caps),
+        "compiled": "" if synchronizer.compilation is None else synchronizer.compilation.describe(),
         "link": None if link is None else (link.latency, link.seconds_per_byte),
     }
