@@ -83,7 +83,7 @@ class TrainSettings:
     reduction: str = RANKS(
         "mean",
         "How gradients are sent: mean, bf16, fp16, int8, int4, int2, sign, low-rank:4, top-k:0.01, auto, local:16, "
-        "diloco:32, diloco:32:top-k:0.02:int2.",
+        "diloco:32, diloco:32:int2.",
     )
     shard_optimizer: bool = RANKS(
         False, "Divide the update among ranks, and gather parameters during the next forward."
