@@ -1,12 +1,16 @@
-"""A regression by Ray Train: a loader that is split over the workers, reports and checkpoints.
+"""A regression by Ray Train: a loader that is split over the workers, reports, checkpoints, and failures.
 
     python examples/integrations/ray_regression.py
     python examples/integrations/ray_regression.py --stock
+    python examples/integrations/ray_regression.py --kill
 
+With ``--kill`` rank 1 is killed in the third epoch. Ray starts the workers again, from the last checkpoint.
 ``RAY_ADDRESS`` names the cluster; without it, Ray starts one on this machine.
 """
 
 import argparse
+import os
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,10 +21,12 @@ from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import gradsync
 from gradsync.tools.integrations.ray import GradsyncConfig
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--stock", action="store_true", help="train with torch's DistributedDataParallel")
+parser.add_argument("--kill", action="store_true", help="kill rank 1 once")
 parser.add_argument("--folder", default="ray-results")
 parser.add_argument("--save", help="write the trained parameters and the reports to this file")
 
@@ -44,9 +50,15 @@ def train(config: dict[str, Any]) -> None:
         first = state["epoch"] + 1
     for epoch in range(first, EPOCHS):
         loader.sampler.set_epoch(epoch)
-        for batch, targets in loader:
+        for number, (batch, targets) in enumerate(loader):
+            if config["kill"] and first == 0 and epoch == 2 and number == 1 and context.get_world_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
             loss = nn.functional.mse_loss(model(batch), targets)
-            loss.backward()
+            try:
+                loss.backward()
+            except gradsync.PeerFailedError as error:
+                (Path(config["folder"]) / "named.txt").write_text(str(error))
+                raise
             optimizer.step()
             optimizer.zero_grad()
         metrics = {
@@ -68,7 +80,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     trainer = TorchTrainer(
         train,
-        train_loop_config={},
+        train_loop_config={"kill": options.kill, "folder": str(folder)},
         torch_config=None if options.stock else GradsyncConfig(),
         scaling_config=ray.train.ScalingConfig(num_workers=2, placement_strategy="SPREAD"),
         run_config=ray.train.RunConfig(

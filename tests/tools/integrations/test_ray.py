@@ -53,11 +53,25 @@ def fit(address: str, example: str, folder: Path, *options: str) -> tuple[dict[s
     return found["parameters"], found["metrics"]
 
 
-def test_the_example_trains_to_the_bits_of_torch(address: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def over_torch(address: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    return fit(address, "ray_regression", tmp_path_factory.mktemp("stock"), "--stock")
+
+
+def test_the_example_trains_to_the_bits_of_torch(over_torch: Any, address: str, tmp_path: Path) -> None:
     """Parameters, and the loss that was reported in each epoch."""
-    stock, reported_by_stock = fit(address, "ray_regression", tmp_path / "stock", "--stock")
+    stock, reported_by_stock = over_torch
     ours, reported = fit(address, "ray_regression", tmp_path / "ours")
     assert {name for name in stock if not torch.equal(stock[name], ours[name])} == set()
-    assert {entry.pop("wrapper") for entry in reported} == {"gradsync.parallel.data_parallel"}
-    assert {entry.pop("wrapper") for entry in reported_by_stock} == {"torch.nn.parallel.distributed"}
-    assert reported == reported_by_stock
+    assert {entry["wrapper"] for entry in reported} == {"gradsync.parallel.data_parallel"}
+    assert {entry["wrapper"] for entry in reported_by_stock} == {"torch.nn.parallel.distributed"}
+    assert [entry["loss"] for entry in reported] == [entry["loss"] for entry in reported_by_stock]
+
+
+def test_a_killed_rank_is_named_and_ray_goes_on(over_torch: Any, address: str, tmp_path: Path) -> None:
+    """From the checkpoint of the second epoch, to the bits of torch's class, with which nobody is killed."""
+    stock, _ = over_torch
+    ours, reported = fit(address, "ray_regression", tmp_path / "ours", "--kill")
+    assert "rank 1" in (tmp_path / "ours" / "named.txt").read_text()
+    assert {name for name in stock if not torch.equal(stock[name], ours[name])} == set()
+    assert [entry["epoch"] for entry in reported] == [0, 1, 2, 3]
