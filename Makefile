@@ -25,7 +25,7 @@ help:
 	@echo 'make faults    ranks that are killed, stopped, cut off or raise at random moments (an hour, ARGS="--seeds 2")'
 	@echo 'make laws      what must hold of any input, tried with many more inputs than make test does (minutes)'
 	@echo 'make peers-tests   the tests of torch and of Accelerate, with our classes in the place of theirs (minutes)'
-	@echo 'make integrations  the tests with Lightning, Fabric and transformers (minutes)'
+	@echo 'make integrations  the tests with Lightning, Fabric, transformers and Ray (minutes)'
 	@echo 'make check     lint, formatting, types'
 	@echo 'make docs      build the site of the documentation in build/site: open build/site/index.html'
 	@echo 'make doctor    say whether this machine is fit, and how fast its network is'

@@ -173,6 +173,16 @@ trainer.train()
 assert isinstance(trainer.model_wrapped, DistributedDataParallel)
 """,
     ),
+    # The whole is what the examples do, on a cluster: see tests/tools/integrations/test_ray.py.
+    ("ray.md", "GradsyncConfig("): Around(
+        """
+import warnings
+warnings.simplefilter("ignore")
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+""",
+        "assert trainer.backend_config.options == {'on_bad_step': 'skip'} and callable(train)",
+    ),
     ("compression.md", "ErrorFeedback(LowRank(4))"): Around(PLAIN),
     ("debug-a-hang.md", "signal.SIGUSR2"): Around(after="signal.raise_signal(signal.SIGUSR2)"),
     ("debug-a-hang.md", "timeout=timedelta"): Around("", "assert dist.get_world_size() == 2"),

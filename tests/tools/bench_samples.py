@@ -12,9 +12,10 @@ from gradsync.tools.bench.scenarios.accumulation import period_name
 from gradsync.tools.bench.scenarios.buckets import AUTO, size_name
 from gradsync.tools.bench.scenarios.communicators import GLOO
 from gradsync.tools.bench.scenarios.communicators import variant_name as message_name
-from gradsync.tools.bench.scenarios.compression import SENT_COLOURS, SHOWN, reduction_name
+from gradsync.tools.bench.scenarios.compression import SHOWN
 from gradsync.tools.bench.scenarios.convergence import PERIODS, RATES
 from gradsync.tools.bench.scenarios.convergence import variant_name as trained_name
+from gradsync.tools.bench.scenarios.time_to_loss import Far, TimeToLoss, reduction_name
 from gradsync.tools.bench.workload import PROCESSOR, Pattern
 
 __all__ = ["VARIANTS", "Written", "record_of", "stored", "trained"]
@@ -25,7 +26,8 @@ VARIANTS = {
     "overlap": ["no wrapper", "DDP tuned", "naive", "bucketed", "gradsync"],
     "next-forward": ["no wrapper", "DDP tuned", "gradsync", "gradsync sharded", "gradsync sharded, auto"],
     "compression": ["no wrapper", "DDP tuned", *SHOWN],
-    "time-to-loss": [reduction_name(name, 0) for name in SENT_COLOURS],
+    "time-to-loss": [reduction_name(name, 0) for name in TimeToLoss.sent],
+    "far": [reduction_name(name, 0) for name in Far.sent],
     "bucket-size": ["no wrapper", AUTO, *starmap(size_name, product(("gradsync", "DDP tuned"), (0.5, 1.0)))],
     "skip-sync": ["no wrapper", *starmap(period_name, product(("DDP tuned", "gradsync"), (1, 2, 4, 8)))],
     "scaling": ["no wrapper", "DDP tuned", "gradsync"],

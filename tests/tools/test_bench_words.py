@@ -15,18 +15,14 @@ from gradsync.tools.bench.scenarios.buckets import AUTO, BucketSize, size_name
 from gradsync.tools.bench.scenarios.communicators import GLOO, Communicators, calls_of, fit_latency, places_of
 from gradsync.tools.bench.scenarios.communicators import variant_name as message_name
 from gradsync.tools.bench.scenarios.compression import (
-    EXACT,
     REDUCTIONS,
-    STEPS_A_ROUND,
     Compression,
-    Curves,
-    TimeToLoss,
-    reduction_name,
     variant_name,
 )
 from gradsync.tools.bench.scenarios.convergence import Convergence
 from gradsync.tools.bench.scenarios.peers import Peers
 from gradsync.tools.bench.scenarios.scaling import Scaling
+from gradsync.tools.bench.scenarios.time_to_loss import EXACT, STEPS_A_ROUND, Curves, TimeToLoss, reduction_name
 from tests.tools.bench_samples import VARIANTS, record_of, trained
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,7 +32,7 @@ HERE = Cell(name="here", hosts=2)
 
 # -- all of them ------------------------------------------------------------------------------------------------------
 
-SPEAKS = ("accumulation", "overlap", "skip-sync", "time-to-loss", "convergence", "peers")
+SPEAKS = ("accumulation", "overlap", "skip-sync", "time-to-loss", "far", "convergence", "peers")
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)

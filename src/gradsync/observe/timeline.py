@@ -2,7 +2,7 @@
 
 import functools
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ from gradsync.observe.charts.page import Piece, frame, heading, legend, lines, s
 from gradsync.observe.recording.files import GatherTimes
 from gradsync.observe.recording.marks import START, Gather, Marker, Marks, read_step
 
-__all__ = ["BucketTimes", "GatherTimes", "StepTimes", "Timeline"]
-
+__all__ = ["BucketTimes", "StepTimes", "Timeline"]
 
 NOTHING = "no synchronized backward recorded yet"
 
@@ -131,13 +130,12 @@ def _read(marks: Marks, gathers: list[Gather]) -> StepTimes:
     step = read_step(marks, gathers, read=since, number=0, layout=0, begin=origin)
     (part,) = step.synchronizations
     nbytes = {details[0]: details[1] for kind, details, _ in marks if kind == START}
-    names = [each.name for each in fields(BucketTimes) if each.name != "nbytes"]
-    buckets = [
-        BucketTimes(nbytes=nbytes[each.index], **{name: getattr(each, name) for name in names}) for each in part.buckets
-    ]
-    return StepTimes(
-        buckets=buckets, gathers=list(step.gathers), backward_end=part.backward_end, finished=part.finished
-    )
+    buckets = []
+    for each in part.buckets:
+        times = {name: moment for name, moment in vars(each).items() if name != "full"}
+        buckets.append(BucketTimes(nbytes=nbytes[each.index], **times))
+    ends = {"backward_end": part.backward_end, "finished": part.finished}
+    return StepTimes(buckets=buckets, gathers=list(step.gathers), **ends)
 
 
 def render(step: StepTimes, *, width: int = 60) -> str:
@@ -185,12 +183,8 @@ def as_html(step: StepTimes) -> str:
         hint = f"{words}: {duration(max(until - since, 0.0))}"
         return (since - first) / total, (min(until, step.finished) - first) / total, PARTS[part], hint
 
-    names = {
-        "backward": "backward",
-        "ready, waits": "waiting",
-        "hidden communication": "hidden",
-        "exposed communication": "exposed",
-    }
+    names = {"backward": "backward", "ready, waits": "waiting"}
+    names |= {"hidden communication": "hidden", "exposed communication": "exposed"}
     rows = [("backward", "", strip([piece(0.0, end, "backward", "backward")]))]
     for times in step.buckets:
         pieces = []

@@ -13,11 +13,11 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.files import whole_file
-from gradsync.observe.explain.merging import ClockShift, clock_shifts
+from gradsync.observe.explain.merging import on_one_clock
 from gradsync.observe.recording import BucketPart, Header, Recording, Step
 
 __all__ = ["Slice", "write_trace"]
@@ -29,6 +29,7 @@ MOST_NAMES = 20
 NANOSECONDS = 1e9
 
 Value = str | int | float | list[str]
+VALUE_FIELDS = {str: "string_value", int: "int_value", float: "double_value"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,27 +52,30 @@ class Slice:
 Track = tuple[str, list[Slice]]
 
 
-def _by_rank(recordings: Sequence[Recording]) -> dict[int, list[tuple[Recording, ClockShift]]]:
-    """The models of each rank that have a step, with the shift of its clock."""
+def _by_rank(recordings: Sequence[Recording]) -> dict[int, list[tuple[Recording, list[Step]]]]:
+    """The models of each rank that have a step, with their steps on one clock."""
     recorded = [each for each in recordings if each.steps]
-    ranks: dict[int, list[tuple[Recording, ClockShift]]] = {}
+    ranks: dict[int, list[tuple[Recording, list[Step]]]] = {}
     for model in sorted({each.header.model for each in recorded}):
         alike = sorted((each for each in recorded if each.header.model == model), key=lambda each: each.header.rank)
-        for recording, shift in zip(alike, clock_shifts(alike), strict=True):
-            ranks.setdefault(recording.header.rank, []).append((recording, shift))
+        for recording, steps in zip(alike, on_one_clock(alike), strict=True):
+            ranks.setdefault(recording.header.rank, []).append((recording, steps))
     return dict(sorted(ranks.items()))
 
 
-def _tracks(recording: Recording, shift: ClockShift, *, several: bool) -> Iterator[Track]:
+def _tracks(recording: Recording, steps: Sequence[Step], *, several: bool) -> Iterator[Track]:
     """The tracks of one model from top to bottom; those of ``several`` models are told apart by their names."""
     model = recording.header.model
     prefix = f"{recording.header.name or 'model'} {model}: " if several else ""
     tracks: dict[str, list[Slice]] = {STEPS: [], WAITING: [], COMMUNICATION: [], GATHERS: []}
-    for raw in recording.steps:
-        step = raw.shifted(shift(raw.begin))
-        layout = recording.layouts[raw.layout] if raw.layout < len(recording.layouts) else ()
+    for step in steps:
+        layout = recording.layouts[step.layout] if step.layout < len(recording.layouts) else ()
         tracks[STEPS].append(_computed(step))
-        tracks[WAITING] += _waiting(step)
+        tracks[WAITING] += [
+            Slice(name=LOST[span.name], begin=span.begin, end=span.end, values={"step": step.number})
+            for span in step.spans
+            if span.name in LOST
+        ]
         tracks[COMMUNICATION] += _collectives(step, layout, model)
         tracks[GATHERS] += _gathered(step, layout, model)
     for name, slices in tracks.items():
@@ -90,14 +94,6 @@ def _computed(step: Step) -> Slice:
             if span.name not in LOST
         ),
     )
-
-
-def _waiting(step: Step) -> list[Slice]:
-    return [
-        Slice(name=LOST[span.name], begin=span.begin, end=span.end, values={"step": step.number})
-        for span in step.spans
-        if span.name in LOST
-    ]
 
 
 def _collectives(step: Step, layout: Sequence[BucketPart], model: int) -> Iterator[Slice]:
@@ -134,10 +130,8 @@ def _gathered(step: Step, layout: Sequence[BucketPart], model: int) -> Iterator[
 def _part(layout: Sequence[BucketPart], index: int) -> dict[str, Value]:
     if index >= len(layout):
         return {}
-    part = layout[index]
-    names = list(part.parameters[:MOST_NAMES])
-    more = len(part.parameters) - len(names)
-    return {"bytes": part.nbytes, "parameters": [*names, *([f"and {more} more"] if more > 0 else [])]}
+    names, more = list(layout[index].parameters[:MOST_NAMES]), len(layout[index].parameters) - MOST_NAMES
+    return {"bytes": layout[index].nbytes, "parameters": [*names, *([f"and {more} more"] if more > 0 else [])]}
 
 
 def _lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
@@ -146,9 +140,8 @@ def _lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
     for each in sorted(slices, key=lambda each: (each.begin, each.end)):
         free = next((lane for lane in lanes if lane[-1].end <= each.begin), None)
         if free is None:
-            lanes.append([each])
-        else:
-            free.append(each)
+            lanes.append(free := [])
+        free.append(each)
     return lanes
 
 
@@ -157,7 +150,13 @@ def _lanes(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 def write_trace(recordings: Sequence[Recording], path: str | os.PathLike[str]) -> int:
     """Write one trace of all ranks. Returns the number of its slices."""
-    builder_kind, format_of = _perfetto()
+    try:
+        from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as format_of
+        from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder as Builder
+    except ImportError as error:
+        raise ConfigurationError(
+            f"a Perfetto trace needs the package perfetto ({error}): pip install 'gradsync[trace]'"
+        ) from error
     ranks = [
         (models[0][0].header, [track for model in models for track in _tracks(*model, several=len(models) > 1)])
         for models in _by_rank(recordings).values()
@@ -170,30 +169,17 @@ def write_trace(recordings: Sequence[Recording], path: str | os.PathLike[str]) -
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
-        writer = _Writer(file, builder_kind, format_of, origin=min(begins))
+        writer = _Writer(Builder(file), format_of, origin=min(begins))
         for header, tracks in ranks:
             writer.write_rank(header, tracks)
     return writer.written
 
 
-def _perfetto() -> tuple[Any, Any]:
-    try:
-        from perfetto.protos.perfetto.trace import perfetto_trace_pb2
-        from perfetto.trace_builder.proto_builder import StreamingTraceProtoBuilder
-    except ImportError as error:
-        raise ConfigurationError(
-            f"a Perfetto trace needs the package perfetto ({error}): pip install 'gradsync[trace]'"
-        ) from error
-    return StreamingTraceProtoBuilder, perfetto_trace_pb2
-
-
 class _Writer:
     """Writes packets, track after track. Each track is a sequence of its own, in which time never goes back."""
 
-    def __init__(self, file: BinaryIO, builder_kind: Any, format_of: Any, *, origin: float) -> None:
-        self._builder = builder_kind(file)
-        self._format = format_of
-        self._origin = origin
+    def __init__(self, builder: Any, format_of: Any, *, origin: float) -> None:
+        self._builder, self._format, self._origin = builder, format_of, origin
         # Of tracks and sequences; 0 means none.
         self._numbers = itertools.count(1)
         self._flows: dict[tuple[int, ...], int] = {}
@@ -229,7 +215,12 @@ class _Writer:
         if each.flow is not None:
             event.flow_ids.append(self._flows.setdefault(each.flow, len(self._flows) + 1))
         for name, value in each.values.items():
-            self._annotate(event.debug_annotations.add(), name, value)
+            annotation = event.debug_annotations.add(name=name)
+            if isinstance(value, list):
+                for text in value:
+                    annotation.array_values.add(string_value=text)
+            else:
+                setattr(annotation, VALUE_FIELDS[type(value)], value)
         self._builder.write_packet(packet)
         for inner in each.inner:
             self._write_slice(inner, track)
@@ -243,15 +234,3 @@ class _Writer:
         packet.track_event.type = self._format.TrackEvent.Type.Value(kind)
         packet.track_event.track_uuid = track
         return packet
-
-    def _annotate(self, annotation: Any, name: str, value: Value) -> None:
-        annotation.name = name
-        if isinstance(value, list):
-            for each in value:
-                annotation.array_values.add().string_value = each
-        elif isinstance(value, str):
-            annotation.string_value = value
-        elif isinstance(value, int):
-            annotation.int_value = value
-        else:
-            annotation.double_value = value

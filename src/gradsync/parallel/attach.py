@@ -8,6 +8,7 @@ from torch import nn
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Choice, Communicator, choose_communicator, fit_communicator
 from gradsync.core.engine.policy import BucketSize, PolicySettings, SyncPolicy
+from gradsync.core.engine.synchronizer import compiler_here
 from gradsync.observe import count, size
 from gradsync.parallel.accumulation import Accumulation
 from gradsync.parallel.replica import Replica
@@ -21,13 +22,20 @@ class _ForwardHooks:
     def __init__(self, attachment: "GradientSynchronization | None") -> None:
         self._attachment = attachment
 
+    # The compiler may see a module that calls them, and would break them into graphs.
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def before(self, module: nn.Module, args: Any) -> None:
+        self._begin(module, compiler_here())
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _begin(self, module: nn.Module, compiler: Any) -> None:
         if self._attachment is not None:
-            self._attachment.synchronizer.before_forward(module)
+            self._attachment.synchronizer.before_forward(module, compiler)
         if self._attachment is not None and torch.is_grad_enabled():
             self._attachment.replica.require_unchanged()
             self._attachment.synchronizer.begin_forward()
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._attachment is not None and torch.is_grad_enabled():
             self._attachment.synchronizer.end_forward(output)

@@ -184,11 +184,12 @@ class DistributedDataParallel(ForwardSync, Accumulation, TorchNames, nn.Module, 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; its backward will average the gradients."""
-        self.synchronizer.before_forward(self.module, compiler_here())
+        is_marked = self.process_group is not None
+        self.synchronizer.before_forward(self.module, compiler_here(), is_marked=is_marked)
         try:
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             # Where ranks may be threads, process-wide state is left alone.
-            with nullcontext() if self.process_group is None else self._inside_ddp_forward():
+            with self._inside_ddp_forward() if is_marked else nullcontext():
                 output = self.module(*inputs, **kwargs)
             return self._post_forward(output)
         except Exception as error:

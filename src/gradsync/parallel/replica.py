@@ -263,6 +263,9 @@ def _watch_registrations(replica: Replica, module: nn.Module) -> None:
 
 
 def _replicas_with(module: nn.Module) -> list[Replica]:
+    # A module that only the compiler makes, such as a slice of a list of blocks.
+    if torch.compiler.is_compiling():
+        return []
     return [replica for reference in _watched.get(module, ()) if (replica := reference()) is not None]
 
 

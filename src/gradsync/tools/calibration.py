@@ -98,12 +98,8 @@ def run_calibration(plan: CalibrationPlan) -> Calibration:
         nullcontext() if hosts is None else Lab(hosts) as lab,
     ):
         path = Path(folder) / "calibration.json"
-        fork_ranks(
-            lab,
-            partial(_be_rank, plan, path),
-            ranks_per_host=2 if lab is None else 1,
-            timeout=plan.timeout,
-        )
+        ranks_per_host = 2 if lab is None else 1
+        fork_ranks(lab, partial(_be_rank, plan, path), ranks_per_host=ranks_per_host, timeout=plan.timeout)
         return Calibration.load(path)
 
 
@@ -136,7 +132,10 @@ def _measure(plan: CalibrationPlan) -> Calibration:
     profile, own = _time_model(alone, workload, plan.steps)
     codings = {name: _coding_cost(communicator, transport, name, plan.pause) for name in CODINGS}
     rate = plan.rate
-    seconds = _on_all_ranks(communicator, own)
+    mine = torch.tensor(own, dtype=torch.float64)
+    everybody = mine.new_empty(communicator.world_size * len(own))
+    communicator.all_gather(everybody, mine).wait()
+    seconds: list[list[float]] = everybody.view(communicator.world_size, -1).tolist()
     slow = steady_straggler(seconds)
     warnings = [] if slow is None else [slow_for_good(slow[0], f"it takes {slow[1]:.2g} times as long as the others")]
     if rate is None:
@@ -155,14 +154,6 @@ def _measure(plan: CalibrationPlan) -> Calibration:
         },
         warnings=tuple(warnings),
     )
-
-
-def _on_all_ranks(communicator: Communicator, seconds: Sequence[float]) -> list[list[float]]:
-    own = torch.tensor(seconds, dtype=torch.float64)
-    everybody = own.new_empty(communicator.world_size * len(own))
-    communicator.all_gather(everybody, own).wait()
-    rows: list[list[float]] = everybody.view(communicator.world_size, -1).tolist()
-    return rows
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------
@@ -209,13 +200,8 @@ def _coding_cost(communicator: Communicator, transport: Transport, name: str, pa
     bytes_seconds = max(0.0, sum(each.nbytes for each in moved) - burst) / moved[0].bandwidth
     encode = statistics.median(starting)
     decode = max(0.0, whole - encode - bytes_seconds - sum(each.latency for each in moved))
-    return ReductionCost(
-        name=name,
-        share=share,
-        operations=CODED_OPERATIONS,
-        encode=encode / CODED_BYTES,
-        decode=decode / CODED_BYTES,
-    )
+    costs = {"encode": encode / CODED_BYTES, "decode": decode / CODED_BYTES}
+    return ReductionCost(name=name, share=share, operations=CODED_OPERATIONS, **costs)
 
 
 def _usual(communicator: Communicator, run: Callable[[], object], pause: float) -> float:
@@ -320,15 +306,9 @@ def _read(marks: _Marks, parameters: dict[str, nn.Parameter]) -> tuple[StepProfi
     pieces.sort(key=lambda piece: piece[0])
     forward, backward = marks.between("begin", "forward"), marks.between("forward", "backward")
     buckets = tuple(
-        BucketProfile(
-            index=index,
-            nbytes=parameter.numel() * parameter.element_size(),
-            ready=min(ready, backward),
-            need=min(need, forward),
-        )
-        for index, (ready, need, parameter) in enumerate(pieces)
+        BucketProfile(index=index, nbytes=each.nbytes, ready=min(ready, backward), need=min(need, forward))
+        for index, (ready, need, each) in enumerate(pieces)
     )
-    profile = StepProfile(
-        forward=forward, backward=backward, optimizer=marks.between("backward", "end"), buckets=buckets
-    )
+    optimizer = marks.between("backward", "end")
+    profile = StepProfile(forward=forward, backward=backward, optimizer=optimizer, buckets=buckets)
     return profile, marks.all_between("begin", "backward")

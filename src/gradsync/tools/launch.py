@@ -27,15 +27,8 @@ from gradsync.base.environment import LOOPBACK, RESTART_COUNT
 from gradsync.health.watch.exit_causes import exit_status
 
 __all__ = [
-    "PASSED_ON",
-    "SHELL_SIGNAL_BASE",
-    "Failure",
-    "RankPlace",
-    "RankProcesses",
-    "become",
-    "die_with_parent",
-    "signals_raise",
-    "standalone",
+    *("PASSED_ON", "SHELL_SIGNAL_BASE", "Failure", "RankPlace", "RankProcesses", "become", "die_with_parent"),
+    *("signals_raise", "standalone"),
 ]
 
 # Those that fail because of a first failure may be seen before it, long before on a busy machine.
@@ -171,8 +164,7 @@ class RankProcesses:
     """
 
     def __init__(self, grace: float = GRACE_SECONDS) -> None:
-        self._grace = grace
-        self._tick = math.inf
+        self._grace, self._tick = grace, math.inf
         self._processes: list[_Process] = []
         self.signals: list[signal.Signals] = []
 
@@ -265,11 +257,7 @@ class RankProcesses:
 
     def failures(self) -> list[Failure]:
         """The failures of all ranks that have failed until now."""
-        return [
-            Failure(place=process.place, code=process.code, at=process.ended_at)
-            for process in self._processes
-            if process.code
-        ]
+        return [Failure(place=each.place, code=each.code, at=each.ended_at) for each in self._processes if each.code]
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Ask all running ranks to exit, and kill what is left after the grace period, and children of exited ranks."""

@@ -30,6 +30,7 @@ from gradsync.core.bucket import Bucket, BucketCaps, BucketLayout, ParameterSpec
 from gradsync.core.engine.backward import BackwardEngine
 from gradsync.core.engine.backward_watch import NO_TASK, current_task, watch_outputs
 from gradsync.core.engine.blocks import PendingWork
+from gradsync.core.engine.compilation import Compilation
 from gradsync.core.engine.gradient_store import BucketClient
 from gradsync.core.engine.observer import Observers
 from gradsync.core.engine.policy import SynchronizerOptions
@@ -75,6 +76,8 @@ class Synchronizer:
         for owner in {synchronizer_of(parameter) for parameter in parameters} - {None}:
             owner.hand_over(parameters)  # type: ignore[union-attr]
         self._refusal: str | None = None
+        # How the last forward was compiled.
+        self.compilation: Compilation | None = None
         # The thread that has run the last forward.
         self.thread: int | None = None
         self.engine = BackwardEngine(parameters, specs, options)
@@ -112,6 +115,8 @@ class Synchronizer:
             f"{'hooks' if engine.store.hooks.per_parameter else 'batched checks'}, caps {list(self.caps.caps)} bytes",
             repr(engine.pipeline),
         ]
+        if self.compilation is not None and (compiled := self.compilation.describe()):
+            lines.append(compiled)
         lines += [f"  {engine.pipeline.state_of(bucket).value:9} {bucket!r}" for bucket in self.buckets]
         return "\n".join(lines)
 
@@ -221,8 +226,10 @@ class Synchronizer:
         self._refusal = reason
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def before_forward(self, module: nn.Module, compiler: Any = None) -> None:
-        """Prepare for a forward of ``module``, with gradients on or off; compiled if ``compiler`` is given."""
+    def before_forward(self, module: nn.Module, compiler: Any = None, *, is_marked: bool = False) -> None:
+        """Prepare for a forward of ``module``, with gradients on or off; compiled if ``compiler`` is given.
+        ``is_marked``: see :class:`~gradsync.core.engine.compilation.Compilation`."""
+        self.compilation = Compilation(module, by_caller=bool(compiler), is_marked=is_marked)
         if self._refusal is not None:
             raise MisuseError(self._refusal)
         self.pending_work.report_owed_failure()

@@ -17,20 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
-    "HINT",
-    "Lane",
-    "Point",
-    "Series",
-    "Stretch",
-    "draw_bars",
-    "draw_columns",
-    "draw_curves",
-    "draw_lanes",
-    "draw_rows",
-    "draw_stacks",
-    "draw_steps",
-    "name_ends",
-    "thin",
+    *("HINT", "Lane", "Point", "Series", "Stretch", "draw_bars", "draw_columns", "draw_curves", "draw_lanes"),
+    *("draw_rows", "draw_stacks", "draw_steps", "name_ends", "thin"),
 ]
 
 Point = tuple[float, float]
@@ -198,7 +186,9 @@ def draw_steps(axes: "Axes", series: Sequence[Series], *, zero: bool = False) ->
         inside = [(x, min(y, top) if style in ("line", "band") or y <= top else math.nan) for x, y in points]
         drawn = Series(label=one.label, points=inside, colour=one.colour, style=style, width=1.8)
         # A point between two gaps, or the only one, has no stroke to show it.
-        alone = _alone(inside) if style == "line" else []
+        there = [False, *(math.isfinite(y) for _, y in inside), False]
+        around = zip(there, there[1:], there[2:], strict=False)
+        alone = [place for place, each in enumerate(around) if style == "line" and each == (False, True, False)]
         looks = {"marker": "o", "markersize": 5, "markevery": alone} if alone else {}
         draw_curves(axes, [drawn], clip_on=False, **looks)
         above = [x for x, y in points if math.isfinite(y) and y > top]
@@ -251,11 +241,6 @@ def _usual_top(values: Iterable[float]) -> float:
     return finite[-1] if usual == low else max(value for value in finite if value <= bound)
 
 
-def _alone(points: Sequence[Point]) -> list[int]:
-    finite = [False, *(math.isfinite(y) for _, y in points), False]
-    return [i - 1 for i in range(1, len(finite) - 1) if finite[i] and not finite[i - 1] and not finite[i + 1]]
-
-
 def _step_axis(axes: "Axes", steps: Sequence[float]) -> None:
     """Label the axis with as many whole steps as fit beside each other."""
     from matplotlib.ticker import MaxNLocator
@@ -287,20 +272,6 @@ def draw_columns(axes: "Axes", edges: Sequence[float], parts: Mapping[str, Seque
     axes.grid(True, axis="y", color=colour("card"), alpha=0.5)
 
 
-def _unit(longest: float) -> tuple[float, str]:
-    """What seconds are multiplied by along an axis, and the name of that."""
-    return next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if longest * f >= 2 or u == "µs")
-
-
-def _time_axis(axes: "Axes", words: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
-    axes.set_xlabel(words, loc="right")
-    _plain(axes, "x")
-    axes.spines["left"].set_visible(False)
-
-
 # -- lanes ------------------------------------------------------------------------------------------------------------
 
 
@@ -325,8 +296,10 @@ class Lane:
 
 def draw_lanes(axes: "Axes", lanes: Sequence[Lane], names: Mapping[str, str]) -> None:
     """Draw lanes from the top down; ``names`` are what colours mean, for the legend."""
+    from matplotlib.ticker import MaxNLocator
+
     last = max((stretch.end for lane in lanes for stretch in lane.stretches), default=1.0) or 1.0
-    factor, unit = _unit(last)
+    factor, unit = next((f, u) for f, u in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if last * f >= 2 or u == "µs")
     for name, shade in names.items():
         axes.barh(0, 0, color=shade, label=name)
     for row, lane in enumerate(lanes):
@@ -336,12 +309,14 @@ def draw_lanes(axes: "Axes", lanes: Sequence[Lane], names: Mapping[str, str]) ->
             height = NARROW if lane.narrow else WIDE
             looks: dict[str, Any] = {"color": stretch.colour, "gid": HINT + stretch.hint, "zorder": 2}
             # Neighbours of one colour are told apart.
-            axes.barh(
-                row, length, height, left=stretch.begin * factor, edgecolor=colour("card"), linewidth=0.6, **looks
-            )
+            looks |= {"edgecolor": colour("card"), "linewidth": 0.6}
+            axes.barh(row, length, height, left=stretch.begin * factor, **looks)
     axes.set_yticks(range(len(lanes)), [lane.name for lane in lanes])
     for tick, lane in zip(axes.get_yticklabels(), lanes, strict=True):
         tick.set_color(SOFT if lane.narrow else tick.get_color())
     axes.set_ylim(len(lanes) - 0.5, -0.6)
     axes.set_xlim(0, last * factor)
-    _time_axis(axes, f"{unit} since the step began")
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
+    axes.set_xlabel(f"{unit} since the step began", loc="right")
+    _plain(axes, "x")
+    axes.spines["left"].set_visible(False)

@@ -24,17 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
-    "NAMES",
-    "Piece",
-    "frame",
-    "heading",
-    "legend",
-    "lines",
-    "page_svg",
-    "read_out",
-    "render",
-    "strip",
-    "svg_file",
+    *("NAMES", "Piece", "frame", "heading", "legend", "lines", "page_svg", "read_out", "render", "strip", "svg_file"),
     "table",
 ]
 

@@ -188,8 +188,7 @@ def _caps(total: int) -> Iterator[str]:
     """Bucket caps in MiB, as they would be written: from one bucket for all down to many small ones."""
     cap = total
     while cap >= max(total // 256, SMALLEST):
-        mebibytes = cap / 2**20
-        yield f"{mebibytes:.2g}" if mebibytes < 10 else f"{mebibytes:.0f}"
+        yield f"{cap / 2**20:{'.2g' if cap < 10 * 2**20 else '.0f'}}"
         cap //= 2
 
 
@@ -208,23 +207,12 @@ def _slow_link(timeline: MergedRecording, split: Split, link: BucketCost, after:
         f"{duration(exposed)} of that nothing hides"
     )
     base = Advice(kind="slow link", cause=cause, change="", before=mean.step, after=mean.step, free=False)
-    yield replace(
-        base,
-        change=f"accumulate {ACCUMULATED} micro-batches a step (larger batches): "
-        "for batch in model.accumulate(batches): …",
-        after=after(replay.accumulated, ACCUMULATED) / ACCUMULATED,
-    )
+    words = "micro-batches a step (larger batches): for batch in model.accumulate(batches): …"
+    seconds = after(replay.accumulated, ACCUMULATED) / ACCUMULATED
+    yield replace(base, change=f"accumulate {ACCUMULATED} {words}", after=seconds)
     if header.reduction == "Mean()":
-        yield replace(
-            base,
-            change='reduction="int8": a quarter of the bytes (means are rounded to 8 bits)',
-            after=after(replay.in_eight_bits, link),
-        )
+        words = 'reduction="int8": a quarter of the bytes (means are rounded to 8 bits)'
+        yield replace(base, change=words, after=after(replay.in_eight_bits, link))
         if not any(step.gathers for merged in timeline.steps for step in merged.ranks):
-            yield replace(
-                base,
-                change="ShardedOptimizer(optimizer, model): new parameters are gathered behind the next forward "
-                "(same results)",
-                after=after(replay.next_forward),
-                free=True,
-            )
+            words = "ShardedOptimizer(optimizer, model): new parameters are gathered behind the next forward"
+            yield replace(base, change=f"{words} (same results)", after=after(replay.next_forward), free=True)

@@ -19,24 +19,13 @@ from gradsync.observe.charts.page import frame, heading, lines, strip, table
 from gradsync.observe.explain.advice import WORTH_SAYING, Advice, advise
 from gradsync.observe.explain.merging import MergedRecording, merge
 from gradsync.observe.explain.split import PARTS as STEP_PARTS
-from gradsync.observe.explain.split import BucketSplit, SlowRank, Split, find_stragglers, missing_evidence
+from gradsync.observe.explain.split import SlowRank, Split, find_stragglers, missing_evidence
 from gradsync.observe.explain.split import split as split_of
 from gradsync.observe.recording.attach import align_clocks
 from gradsync.observe.recording.files import Recording, lines_of, parse_recording
 from gradsync.observe.recording.recorder import Recorder
 
-__all__ = [
-    "ADVICE_TITLE",
-    "BAR",
-    "NAMES",
-    "Explanation",
-    "bar",
-    "explain_model",
-    "explain_recordings",
-    "gained",
-    "named",
-    "shown_buckets",
-]
+__all__ = ["ADVICE_TITLE", "BAR", "NAMES", "Explanation", "bar", "explain_model", "explain_recordings", "gained"]
 
 MEANINGS = {
     "data": "waiting for the data loader",
@@ -147,6 +136,8 @@ class Explanation:
             + (f" ({wasted:.3g} for nothing)" if wasted >= 0.5 else "")
             + f" and {_plural(split.collectives, 'collective')}"
         )
+        if compiled := timeline.recordings[0].header.compiled:
+            yield f"the model is compiled: {compiled}"
         if not timeline.is_whole:
             yield "what other ranks did is not in here: waiting for one of them counts as communication"
         unmeasured = [each.header.rank for each in timeline.recordings if each.header.clock.error is None]
@@ -173,9 +164,11 @@ class Explanation:
 
     def bucket_rows(self) -> Iterator[tuple[str, ...]]:
         """The rows of the table of buckets, under :data:`BUCKET_COLUMNS`."""
-        for bucket in shown_buckets(self.split.buckets):
-            times = (bucket.ready, bucket.start, bucket.seconds, bucket.hidden)
-            yield str(bucket.index), size(bucket.nbytes), *map(duration, times), named(bucket)
+        longest = sorted(self.split.buckets, key=lambda bucket: bucket.seconds, reverse=True)[:SHOWN_BUCKETS]
+        for bucket in (each for each in self.split.buckets if each in longest):
+            times, names = (bucket.ready, bucket.start, bucket.seconds, bucket.hidden), bucket.parameters
+            words = ", ".join(names) if len(names) < 3 else f"{names[0]} … {names[-1]} ({len(names)})"
+            yield str(bucket.index), size(bucket.nbytes), *map(duration, times), words
 
     def advice_lines(self) -> Iterator[str]:
         if not self.advice:
@@ -241,16 +234,6 @@ def _plural(number: float, noun: str, ending: str = "s") -> str:
     """A mean with its noun: 1 collective, 2.5 collectives."""
     words = f"{number:.3g}"
     return f"{words} {noun}{'' if words == '1' else ending}"
-
-
-def shown_buckets(buckets: tuple[BucketSplit, ...]) -> list[BucketSplit]:
-    longest = sorted(buckets, key=lambda bucket: bucket.seconds, reverse=True)[:SHOWN_BUCKETS]
-    return [bucket for bucket in buckets if bucket in longest]
-
-
-def named(bucket: BucketSplit) -> str:
-    names = bucket.parameters
-    return ", ".join(names) if len(names) < 3 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
 def bar(share: float) -> str:

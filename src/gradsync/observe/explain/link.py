@@ -42,16 +42,13 @@ def fit_link(timeline: MergedRecording, split: Split) -> BucketCost | None:
     buckets = [bucket for bucket in split.buckets if bucket.nbytes > 0]
     if len(timeline.members) < 2 or not buckets:
         return None
-    latency, per_byte = _fit([(bucket.nbytes, bucket.seconds) for bucket in buckets], _measured(timeline))
-    starting, finishing = _host(timeline)
-    return BucketCost(latency=latency, seconds_per_byte=per_byte, starting=starting, finishing=finishing)
-
-
-def _measured(timeline: MergedRecording) -> tuple[float, float] | None:
-    """What a plain all-reduce was measured to cost, where that is what gradients travel in."""
     header = timeline.recordings[0].header
     gathers = any(step.gathers for merged in timeline.steps for step in merged.ranks)
-    return header.link if header.reduction == "Mean()" and not gathers else None
+    # What a plain all-reduce was measured to cost, where that is what gradients travel in.
+    measured = header.link if header.reduction == "Mean()" and not gathers else None
+    latency, per_byte = _fit([(bucket.nbytes, bucket.seconds) for bucket in buckets], measured)
+    starting, finishing = _host(timeline)
+    return BucketCost(latency=latency, seconds_per_byte=per_byte, starting=starting, finishing=finishing)
 
 
 def _fit(points: list[tuple[int, float]], measured: tuple[float, float] | None) -> tuple[float, float]:

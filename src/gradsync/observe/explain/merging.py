@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.recording.files import BucketPart, RecordedBucket, Recording, Step, Synchronization
 
-__all__ = ["ClockShift", "MergedCollective", "MergedRecording", "MergedStep", "clock_shifts", "merge"]
+__all__ = ["MergedCollective", "MergedRecording", "MergedStep", "merge", "on_one_clock"]
 
 # Within each block of this many steps the slowest and the fastest tenth are left out as disturbed.
 LEFT_OUT = 0.1
@@ -95,18 +95,19 @@ def merge(recordings: Sequence[Recording]) -> MergedRecording:
             "these recordings are of different models, or of different runs: their buckets differ. Record every run "
             "into a folder of its own"
         )
-    shifts = clock_shifts(recordings)
-    aligned = [
-        {step.number: step.shifted(shift(step.begin)) for step in each.steps}
-        for each, shift in zip(recordings, shifts, strict=True)
-    ]
+    aligned = [{step.number: step for step in steps} for steps in on_one_clock(recordings)]
     common = sorted(set.intersection(*(set(steps) for steps in aligned)))
     if not common:
         raise ConfigurationError(
             "ranks have recorded no step in common: "
             + ", ".join(f"rank {each.header.rank} has {len(each.steps)} of {each.total}" for each in recordings)
         )
-    recorded = [_merged(tuple(steps[number] for steps in aligned)) for number in common]
+    recorded = []
+    for number in common:
+        ranks = tuple(steps[number] for steps in aligned)
+        # Ranks may differ in how often they have synchronized.
+        rounds = zip(*(step.synchronizations for step in ranks), strict=False)
+        recorded.append(MergedStep(number=number, ranks=ranks, collectives=tuple(map(_collectives, rounds))))
     return MergedRecording(
         recordings=tuple(recordings),
         members=tuple(each.header.rank for each in recordings),
@@ -133,12 +134,6 @@ def _chosen(steps: list[MergedStep], layout: int) -> list[MergedStep]:
     return sorted(by_time[out : len(by_time) - out], key=lambda merged: merged.number)
 
 
-def _merged(ranks: tuple[Step, ...]) -> MergedStep:
-    rounds = min(len(step.synchronizations) for step in ranks)
-    collectives = tuple(_collectives([step.synchronizations[number] for step in ranks]) for number in range(rounds))
-    return MergedStep(number=ranks[0].number, ranks=ranks, collectives=collectives)
-
-
 def _collectives(parts: Sequence[Synchronization]) -> tuple[MergedCollective, ...]:
     """The buckets that all ranks have started, in their order."""
     by_rank = [{bucket.index: bucket for bucket in part.buckets} for part in parts]
@@ -159,27 +154,16 @@ def _collectives(parts: Sequence[Synchronization]) -> tuple[MergedCollective, ..
 # -- clocks -----------------------------------------------------------------------------------------------------------
 
 
-class ClockShift:
-    """The correction that converts a rank's times to rank 0's."""
-
-    def __init__(self, offset: float, drift: float = 0.0, since: float = 0.0) -> None:
-        self._offset, self._drift, self._since = offset, drift, since
-
-    def __call__(self, moment: float) -> float:
-        return self._offset - self._drift * (moment - self._since)
-
-
-def clock_shifts(recordings: Sequence[Recording]) -> list[ClockShift]:
-    """The shift of each recording, which must have a step, to the clock of the first one."""
-    first = _ends_of(recordings[0])
-    shifts = []
+def on_one_clock(recordings: Sequence[Recording]) -> list[list[Step]]:
+    """The steps of each recording, which must have one, on the clock of the first recording."""
+    first, aligned = _ends_of(recordings[0]), []
     for each in recordings:
-        clock = each.header.clock
+        clock, since = each.header.clock, each.steps[0].begin
         ends = {number: end + clock.offset for number, end in _ends_of(each).items()}
         # Ranks with the clock of rank 0 have no error.
         drift = _drift(first, ends) if clock.error else 0.0
-        shifts.append(ClockShift(clock.offset, drift, each.steps[0].begin))
-    return shifts
+        aligned.append([step.shifted(clock.offset - drift * (step.begin - since)) for step in each.steps])
+    return aligned
 
 
 def _ends_of(recording: Recording) -> dict[int, float]:

@@ -23,16 +23,8 @@ from gradsync.observe.explain.merging import MergedRecording, MergedStep
 from gradsync.observe.recording.files import Span
 
 __all__ = [
-    "ReplayScript",
-    "accumulated",
-    "as_fast_as_others",
-    "duration",
-    "in_eight_bits",
-    "next_forward",
-    "other_buckets",
-    "regroup",
-    "synchronized_once",
-    "without",
+    *("accumulated", "as_fast_as_others", "duration", "in_eight_bits", "next_forward", "other_buckets", "regroup"),
+    *("synchronized_once", "without"),
 ]
 
 # Bytes of int8 to those of float32, scales included, and seconds a byte of coding: before it goes, and on the way.
@@ -112,31 +104,28 @@ def _script_of(merged: MergedStep, sizes: Sequence[int]) -> ReplayScript:
         buckets = []
         for each in collectives:
             starts = [bucket.start for bucket in each.buckets]
-            late = all(start >= part.backward_end for start, part in zip(starts, parts, strict=True))
+            late = all(starts[place] >= parts[place].backward_end for place in places)
+            origins = [part.backward_end if late else part.begin for part in parts]
             buckets.append(
                 ReplayedBucket(
                     nbytes=sizes[each.index] if each.index < len(sizes) else 0,
-                    starts=tuple(
-                        start - (part.backward_end if late else part.begin)
-                        for start, part in zip(starts, parts, strict=True)
-                    ),
+                    starts=tuple(starts[place] - origins[place] for place in places),
                     at_end=late,
-                    seconds=statistics.fmean(each.seconds(place) for place in places),
+                    seconds=statistics.fmean(map(each.seconds, places)),
                 )
             )
-        ends = [collectives[-1].ends[place] if collectives else part.finished for place, part in enumerate(parts)]
+        ends = collectives[-1].ends if collectives else [part.finished for part in parts]
+        tails = (max(0.0, part.finished - max(part.backward_end, ends[place])) for place, part in enumerate(parts))
         backwards.append(
             ReplayedBackward(
-                seconds=tuple(_spent(merged.ranks[rank].spans, begins[rank], parts[rank].begin) for rank in places),
+                seconds=tuple(_spent(merged.ranks[place].spans, begins[place], parts[place].begin) for place in places),
                 backward=tuple(part.backward_end - part.begin for part in parts),
                 buckets=tuple(buckets),
-                tails=tuple(
-                    max(0.0, part.finished - max(part.backward_end, end)) for part, end in zip(parts, ends, strict=True)
-                ),
+                tails=tuple(tails),
             )
         )
         begins = [part.finished for part in parts]
-    rest = tuple(_spent(step.spans, begin, step.end) for step, begin in zip(merged.ranks, begins, strict=True))
+    rest = tuple(_spent(merged.ranks[place].spans, begins[place], merged.ranks[place].end) for place in places)
     return ReplayScript(backwards=tuple(backwards), rest=rest)
 
 
@@ -169,14 +158,14 @@ def as_fast_as_others(script: ReplayScript, place: int, factors: Spent) -> Repla
     def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
         return (*values[:place], values[place] * factor, *values[place + 1 :])
 
-    script = _spending(script, quicker)
-    backwards = []
-    for each in script.backwards:
+    def quickened(each: ReplayedBackward) -> ReplayedBackward:
         buckets = (
             bucket if bucket.at_end else replace(bucket, starts=scaled(bucket.starts)) for bucket in each.buckets
         )
-        backwards.append(replace(each, backward=scaled(each.backward), buckets=tuple(buckets)))
-    return replace(script, backwards=tuple(backwards))
+        return replace(each, backward=scaled(each.backward), buckets=tuple(buckets))
+
+    script = _spending(script, quicker)
+    return replace(script, backwards=tuple(map(quickened, script.backwards)))
 
 
 def without(script: ReplayScript, name: str) -> ReplayScript:
@@ -197,11 +186,10 @@ def accumulated(script: ReplayScript, times: int) -> ReplayScript:
     seconds = []
     for rank, own in enumerate(first.seconds):
         spent: Spent = {}
-        for part in [each.seconds[rank] for each in script.backwards]:
-            for name, value in part.items():
-                # What follows the optimizer's step comes once.
-                if name != "other":
-                    spent[name] = spent.get(name, 0.0) + value
+        for name, value in (item for each in script.backwards for item in each.seconds[rank].items()):
+            # What follows the optimizer's step comes once.
+            if name != "other":
+                spent[name] = spent.get(name, 0.0) + value
         backward = sum(each.backward[rank] for each in script.backwards)
         spent["backward"] = spent.get("backward", 0.0) + backward
         more = {name: (times - 1) * value for name, value in spent.items()}
@@ -306,19 +294,13 @@ def _changed(backward: ReplayedBackward, layout: Sequence[Regrouped], link: Buck
     ratios = [new / old if old else 1.0 for new, old in zip(seconds, backward.backward, strict=True)]
     # When each recorded bucket started, in seconds after the backward began.
     starts = [(0.0,) * len(ratios), *(backward.backward if b.at_end else b.starts for b in backward.buckets)]
-    buckets = [
-        ReplayedBucket(
-            nbytes=each.nbytes,
-            # Between the start of the bucket before and that of its own.
-            starts=tuple(
-                (before + (start - before) * each.share) * ratio
-                for before, start, ratio in zip(starts[each.source], starts[each.source + 1], ratios, strict=True)
-            ),
-            at_end=False,
-            seconds=link.seconds(each.nbytes),
-        )
-        for each in layout
-    ]
+    buckets = []
+    for each in layout:
+        # Between the start of the bucket before and that of its own.
+        around = zip(starts[each.source], starts[each.source + 1], ratios, strict=True)
+        begins = tuple((before + (start - before) * each.share) * ratio for before, start, ratio in around)
+        seconds_each = link.seconds(each.nbytes)
+        buckets.append(ReplayedBucket(nbytes=each.nbytes, starts=begins, at_end=False, seconds=seconds_each))
     last = backward.buckets[-1]
     # Whatever is in it, the last one starts when the last one did.
     buckets[-1] = replace(buckets[-1], at_end=last.at_end, starts=last.starts)

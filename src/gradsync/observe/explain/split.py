@@ -15,25 +15,14 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from gradsync.observe.charts.numbers import count, duration
 from gradsync.observe.explain.merging import WARM_UP, MergedCollective, MergedRecording, MergedStep
 from gradsync.observe.recording.files import Synchronization
 
 __all__ = [
-    "FEWEST_STEPS",
-    "PARTS",
-    "SHORTEST_STEP",
-    "SLOW",
-    "BucketSplit",
-    "Parts",
-    "SlowRank",
-    "Split",
-    "find_stragglers",
-    "missing_evidence",
-    "split",
-    "step_parts",
+    *("FEWEST_STEPS", "PARTS", "SHORTEST_STEP", "SLOW", "BucketSplit", "Parts", "SlowRank", "Split"),
+    *("find_stragglers", "missing_evidence", "split", "step_parts"),
 ]
 
 # Of two ranks that are equally fast one comes last in all of n steps with a chance of 2 · 2⁻ⁿ: below a hundredth from
@@ -145,9 +134,7 @@ def split(timeline: MergedRecording) -> Split:
         ranks=ranks,
         waited_for={timeline.members[place]: seconds / count / size for place, seconds in waited_for.items()},
         was_last={timeline.members[place]: times / count for place, times in last.items()},
-        waits={
-            rank: tuple(each.waiting for each in parts) for rank, parts in zip(timeline.members, each_rank, strict=True)
-        },
+        waits=dict(zip(timeline.members, (tuple(part.waiting for part in parts) for parts in each_rank), strict=True)),
         buckets=tuple(_buckets(timeline)),
         micro_batches=statistics.fmean(step.micro_batches for step in steps),
         synchronizations=statistics.fmean(len(step.synchronizations) for step in steps),
@@ -161,10 +148,8 @@ def step_parts(merged: MergedStep) -> Parts:
 
 
 def _mean(parts: Iterable[Parts]) -> Parts:
-    known = list(parts)
-    return Parts(
-        **{field.name: statistics.fmean(getattr(each, field.name) for each in known) for field in fields(Parts)}
-    )
+    known = [vars(each) for each in parts]
+    return Parts(**{name: statistics.fmean(each[name] for each in known) for name in known[0]})
 
 
 def _parts(merged: MergedStep, place: int, waited_for: defaultdict[int, float]) -> Parts:
@@ -220,30 +205,23 @@ def _buckets(timeline: MergedRecording) -> Iterable[BucketSplit]:
     for index, pairs in sorted(seen.items()):
         if index >= len(timeline.layout):
             continue
-        rows = [
-            _times(rank.synchronizations[len(step.collectives) - 1], collective, place)
-            for step, collective in pairs
-            for place, rank in enumerate(step.ranks)
-        ]
+        rows = []
+        for step, collective in pairs:
+            for place, (rank, bucket) in enumerate(zip(step.ranks, collective.buckets, strict=True)):
+                part, (begin, end) = rank.synchronizations[len(step.collectives) - 1], collective.busy(place)
+                ready = bucket.start if bucket.ready is None else bucket.ready
+                hidden = max(0.0, min(end, part.backward_end) - begin)
+                rows.append((ready - part.begin, bucket.start - part.begin, collective.seconds(place), hidden))
         ready, start, seconds, hidden = map(statistics.fmean, zip(*rows, strict=True))
         yield BucketSplit(
             index=index,
-            nbytes=timeline.layout[index].nbytes,
-            parameters=timeline.layout[index].parameters,
+            **vars(timeline.layout[index]),
             ready=ready,
             start=start,
             seconds=seconds,
             hidden=hidden,
             last=dict(Counter(timeline.members[collective.last] for _, collective in pairs)),
         )
-
-
-def _times(part: Synchronization, collective: MergedCollective, place: int) -> tuple[float, float, float, float]:
-    """When a bucket was ready and started on one rank, how long the link was busy with it, and how much was hidden."""
-    bucket, (begin, end) = collective.buckets[place], collective.busy(place)
-    ready = bucket.start if bucket.ready is None else bucket.ready
-    hidden = max(0.0, min(end, part.backward_end) - begin)
-    return ready - part.begin, bucket.start - part.begin, collective.seconds(place), hidden
 
 
 # -- slow ranks -------------------------------------------------------------------------------------------------------
@@ -321,7 +299,10 @@ def find_stragglers(timeline: MergedRecording, split: Split) -> tuple[SlowRank, 
     for rank in split.ranks:
         # Over the others: nobody waits for itself.
         waited = split.waited_for.get(rank, 0.0) * len(split.ranks) / (len(split.ranks) - 1)
-        ahead = _waits_less(split, rank)
+        # How many seconds the rank waits less than the median of the others, step by step.
+        others = [waits for other, waits in split.waits.items() if other != rank]
+        usual = map(statistics.median, zip(*others, strict=True))
+        ahead = [theirs - own for own, theirs in zip(split.waits[rank], usual, strict=True)]
         error = statistics.stdev(ahead) / math.sqrt(len(ahead))
         if waited >= least and statistics.fmean(ahead) >= max(least, CERTAIN * error):
             last = split.was_last.get(rank, 0.0)
@@ -330,24 +311,13 @@ def find_stragglers(timeline: MergedRecording, split: Split) -> tuple[SlowRank, 
     return tuple(sorted(found, key=lambda each: -each.waited))
 
 
-def _waits_less(split: Split, rank: int) -> list[float]:
-    """How many seconds the rank waits less than the median of the others, step by step."""
-    others = [waits for other, waits in split.waits.items() if other != rank]
-    return [
-        statistics.median(theirs) - own
-        for own, theirs in zip(split.waits[rank], zip(*others, strict=True), strict=True)
-    ]
-
-
 def _slower(split: Split, rank: int, least: float) -> dict[str, tuple[float, float]]:
     """The phases that take the rank so much longer; or the one that does most, where all are less."""
-    slower: dict[str, tuple[float, float]] = {}
-    for phase in PHASES:
-        others: list[Any] = [getattr(parts, phase) for other, parts in split.ranks.items() if other != rank]
-        slower[phase] = getattr(split.ranks[rank], phase), statistics.median(others)
-    most = max(slower, key=lambda phase: slower[phase][0] - slower[phase][1])
+    mine, others = vars(split.ranks[rank]), [vars(parts) for other, parts in split.ranks.items() if other != rank]
+    slower = {phase: (mine[phase], statistics.median(each[phase] for each in others)) for phase in PHASES}
+    most = max(slower.values(), key=lambda pair: pair[0] - pair[1])
     return {
-        phase: (own, usual)
-        for phase, (own, usual) in slower.items()
-        if own - usual > least or (phase == most and own > usual)
+        phase: pair
+        for phase, pair in slower.items()
+        if pair[0] - pair[1] > least or (pair is most and pair[0] > pair[1])
     }

@@ -70,19 +70,18 @@ def fit_transport(readings: Sequence[Reading], *, in_flight: int = 1, hidden: fl
         raise ConfigurationError("a transport is fitted to readings of at least one collective, got none")
     largest = [each for each in readings if each.operation == "all_reduce"] or list(readings)
     bandwidth, burst = _fit_link(largest)
-    fits = {
-        key: _fit_latency([each for each in readings if (each.operation, each.way) == key], bandwidth, burst)
-        for key in dict.fromkeys((each.operation, each.way) for each in readings)
-    }
+    groups: dict[tuple[Operation, Way], list[Reading]] = {}
+    for each in readings:
+        groups.setdefault((each.operation, each.way), []).append(each)
     ranks = readings[0].ranks
     made: dict[tuple[Operation, Way], Transport] = {}
     for way in dict.fromkeys(each.way for each in readings):
-        steps = {key: next(r for r in readings if (r.operation, r.way) == key).steps for key in fits if key[1] == way}
-        start, latency = _split([(count, fits[key]) for key, count in steps.items()])
+        alike = {key: group for key, group in groups.items() if key[1] == way}
+        start, latency = _split([(group[0].steps, _fit_latency(group, bandwidth, burst)) for group in alike.values()])
         link = Link(latency=latency, bandwidth=bandwidth, burst=burst)
         topology = Topology(ranks=ranks, between=link, ranks_per_host=ranks if way == "shared" else 1)
         transport = Transport(topology=topology, way=way, start=start, in_flight=in_flight, hidden=hidden)
-        made |= dict.fromkeys(steps, transport)
+        made |= dict.fromkeys(alike, transport)
     main = made.get(("all_reduce", "ring")) or made[next(iter(made))]
     others = {operation: each for (operation, way), each in made.items() if way != main.way}
     return replace(main, others={key: each for key, each in others.items() if key != "all_reduce"})
@@ -168,13 +167,8 @@ class Calibration:
         """A schedule with the costs of this machine."""
         if reduction not in self.reductions:
             raise ConfigurationError(f"a reduction of a plan is one of {', '.join(self.reductions)}, got {reduction!r}")
-        return Schedule(
-            overlap=overlap,
-            reduction=self.reductions[reduction],
-            host=self.host,
-            fixed=self.fixed,
-            gather_host=self.gather_host,
-        )
+        own = {"host": self.host, "fixed": self.fixed, "gather_host": self.gather_host}
+        return Schedule(overlap=overlap, reduction=self.reductions[reduction], **own)
 
     def over(self, rate: float) -> "Calibration":
         """The same calibration over a link of another ``rate``: as much of it is used as of the one that was
@@ -227,16 +221,13 @@ def recorded(folder: Path) -> Calibration:
     profiles = [_profile(rank, folder) for rank in ranks]
     # The middle one of the ranks: who differs from it for good is jitter to a plan.
     middle = sorted(profiles, key=lambda each: each.compute)[len(profiles) // 2]
-    header = ranks[0].header
+    header, words = ranks[0].header, f"{ranks[0].header.name or 'a model'} on {ranks[0].header.world_size} ranks"
     transport = _transport(header)
     return Calibration(
         profile=middle,
         transport=transport,
         jitter=Jitter.between(_compute_seconds(ranks)),
-        facts={
-            "recording": f"{header.name or 'a model'} on {header.world_size} ranks",
-            "transport": header.communicator,
-        },
+        facts={"recording": words, "transport": header.communicator},
         warnings=tuple(_warnings(ranks, transport)),
     )
 
@@ -272,11 +263,10 @@ def _profile(rank: Recording, folder: Path) -> StepProfile:
         statistics.median(step.spent(name) / micro for step in steps) for name in ("forward", "backward")
     )
     between = [sum(step.spent(name) for name in ("data", "loop", "other")) for step in steps]
-    data = statistics.median(between) / micro
     return StepProfile(
         forward=forward,
         backward=backward,
-        data=data,
+        data=statistics.median(between) / micro,
         optimizer=statistics.median(step.spent("optimizer") for step in steps),
         buckets=tuple(_pieces(rank, steps, forward, backward)),
         micro_batches=micro,
@@ -288,8 +278,12 @@ def _pieces(rank: Recording, steps: Sequence[Step], forward: float, backward: fl
     layout = rank.layouts[steps[-1].layout]
     before, number = 0.0, 0
     for index, bucket in enumerate(layout):
-        moments = [_ready(step, index) for step in steps]
-        known = [moment for moment in moments if moment is not None]
+        known = [
+            max(0.0, each.ready - part.begin)
+            for (part,) in (step.synchronizations for step in steps)
+            for each in part.buckets
+            if each.index == index and each.ready is not None
+        ]
         ready = min(max(statistics.median(known) if known else backward, before), max(backward, before))
         parts = [rank.header.parameters.get(name, 0) for name in bucket.parameters]
         if not sum(parts):
@@ -303,12 +297,6 @@ def _pieces(rank: Recording, steps: Sequence[Step], forward: float, backward: fl
             yield BucketProfile(index=number, nbytes=nbytes, ready=moment, need=need)
             number += 1
         before = ready
-
-
-def _ready(step: Step, index: int) -> float | None:
-    (synchronization,) = step.synchronizations
-    ready = (bucket.ready for bucket in synchronization.buckets if bucket.index == index)
-    return next((max(0.0, moment - synchronization.begin) for moment in ready if moment is not None), None)
 
 
 def _compute_seconds(ranks: Sequence[Recording]) -> list[list[float]]:
@@ -332,9 +320,5 @@ def _transport(header: Header) -> Transport:
     traffic = 2 * (ranks - 1) / ranks * (ranks if way == "shared" else 1)
     # A start is about as long as a step.
     each = latency / (steps + 1)
-    topology = Topology(
-        ranks=ranks,
-        ranks_per_host=ranks if way == "shared" else 1,
-        between=Link(latency=each, bandwidth=traffic / per_byte),
-    )
-    return Transport(topology=topology, way=way, start=each)
+    link, local = Link(latency=each, bandwidth=traffic / per_byte), ranks if way == "shared" else 1
+    return Transport(topology=Topology(ranks=ranks, ranks_per_host=local, between=link), way=way, start=each)

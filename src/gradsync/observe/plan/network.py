@@ -17,24 +17,15 @@ shared          copies in the memory of one host              one host only
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gradsync.base.errors import ConfigurationError
 
 __all__ = [
-    "EXACT",
-    "REDUCTIONS",
-    "Cost",
-    "Link",
-    "Operation",
-    "Overlap",
-    "ReductionCost",
-    "Schedule",
-    "Topology",
-    "Transport",
-    "Way",
+    *("EXACT", "REDUCTIONS", "Cost", "Link", "Operation", "Overlap", "ReductionCost", "Schedule", "Topology"),
+    *("Transport", "Way"),
 ]
 
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
@@ -198,17 +189,9 @@ class Transport:
         if self.ranks == 1:
             return Cost(latency=0.0, nbytes=0.0, bandwidth=math.inf)
         rounds = 2 if operation == "all_reduce" else 1
-        law = {
-            "ring": self._ring,
-            "exchange": self._exchange,
-            "tree": self._tree,
-            "fastest": self._fastest,
-            "hierarchical": self._hierarchical,
-            "shared": self._shared,
-        }[self.way]
-        if self.way in ("ring", "tree", "fastest") and operation == "all_to_all":
-            # There is no other way for what is different for each pair.
-            law = self._exchange
+        # There is no other way for what is different for each pair.
+        pairs = self.way in ("ring", "tree", "fastest") and operation == "all_to_all"
+        law: Callable[[int, float], Cost] = getattr(self, f"_{'exchange' if pairs else self.way}")
         cost = law(rounds, nbytes)
         return replace(cost, latency=cost.latency + self.start + self.per_byte * nbytes)
 

@@ -73,7 +73,9 @@ def predict(calibration: Calibration, setting: Setting) -> Prediction:
     """Predict a step. Ranks are exchangeable, so it takes as long as with the slowest of them: what costs time here is
     the number of buckets, not that of ranks."""
     low, middle, high = (_simulated(calibration, setting, chance) for chance in CHANCES)
-    unsure = (MEASURED if calibration.measured else PUBLISHED) * (1 + EACH_TENFOLD * _tenfolds(calibration, setting))
+    tenfolds = math.log10(max(setting.ranks / calibration.transport.ranks, 1.0))
+    tenfolds += abs(math.log10(setting.rate / calibration.link)) if setting.rate and calibration.link else 0.0
+    unsure = (MEASURED if calibration.measured else PUBLISHED) * (1 + EACH_TENFOLD * tenfolds)
     return Prediction(
         setting=setting,
         step=middle.step,
@@ -96,12 +98,6 @@ def _simulated(calibration: Calibration, setting: Setting, chance: float = CHANC
         here.transport.among(setting.ranks),
         here.schedule(setting.overlap, setting.reduction),
     )
-
-
-def _tenfolds(calibration: Calibration, setting: Setting) -> float:
-    ranks = math.log10(max(setting.ranks / calibration.transport.ranks, 1.0))
-    link = abs(math.log10(setting.rate / calibration.link)) if setting.rate and calibration.link else 0.0
-    return ranks + link
 
 
 def extrapolation(calibration: Calibration, setting: Setting) -> str:
@@ -132,14 +128,10 @@ def best_setting(
     What is not named stays as ``first`` has it."""
     largest = calibration.profile.nbytes / MIB
     sizes = [size for size in bucket_mb if size < 2 * largest] or [largest]
+    numbers, kinds = micro_batches or (first.micro_batches,), reductions or (first.reduction,)
     settings = (
         replace(first, bucket_mb=size, micro_batches=number, reduction=reduction, overlap=overlap)
-        for number, reduction, overlap, size in itertools.product(
-            micro_batches or (first.micro_batches,),
-            reductions or (first.reduction,),
-            overlaps or (first.overlap,),
-            sizes,
-        )
+        for number, reduction, overlap, size in itertools.product(numbers, kinds, overlaps or (first.overlap,), sizes)
         # A sharded optimizer sends exact means.
         if overlap != "next-forward" or reduction == "mean"
     )

@@ -103,21 +103,16 @@ class StepProfile:
         groups: list[list[BucketProfile]] = []
         used = 0
         for piece in self.buckets:
-            if groups and used + piece.nbytes <= cap:
-                groups[-1].append(piece)
-                used += piece.nbytes
-            else:
-                groups.append([piece])
+            used += piece.nbytes
+            if not groups or used > cap:
+                groups.append([])
                 used = piece.nbytes
-        joined = (
-            BucketProfile(
-                index=index,
-                nbytes=sum(each.nbytes for each in group),
-                ready=max(each.ready for each in group),
-                need=min(each.need for each in group),
-            )
-            for index, group in enumerate(groups)
-        )
+            groups[-1].append(piece)
+        joined = []
+        for index, group in enumerate(groups):
+            nbytes = sum(each.nbytes for each in group)
+            ready, need = max(each.ready for each in group), min(each.need for each in group)
+            joined.append(BucketProfile(index=index, nbytes=nbytes, ready=ready, need=need))
         return replace(self, buckets=tuple(joined))
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PlanAdvice", "PlanReport", "draw_plan", "make_report", "rate_words", "save_picture"]
+__all__ = ["PlanReport", "draw_plan", "make_report", "rate_words", "save_picture"]
 
 # What is tried, beside what was asked for.
 ACCUMULATIONS = (2, 4, 8)
@@ -40,10 +40,9 @@ class PlanAdvice:
     at: int
     prediction: Prediction
     gain: float
-    # What to change, and the line that does.
+    # What to change, and the line that does; seconds of a step saved, for the samples that one has now.
     words: str
     line: str
-    # Seconds of a step, for the samples that one has now.
     saved: float
 
 
@@ -60,9 +59,7 @@ class PlanReport:
 
     def efficiency(self, prediction: Prediction) -> float:
         """The efficiency of a prediction: 1 if N ranks do N times the work of one in the same time."""
-        micro = prediction.setting.micro_batches
-        alone = self.calibration.profile.accumulating(micro).compute
-        return alone / prediction.step
+        return self.calibration.profile.accumulating(prediction.setting.micro_batches).compute / prediction.step
 
     def cost(self, prediction: Prediction, price: float) -> float:
         """The cost of 1,000 steps, for a ``price`` a rank and hour."""
@@ -112,17 +109,11 @@ def _advice(
     if best.setting.bucket_mb != setting.bucket_mb:
         line = f"model = DistributedDataParallel(model, bucket_cap_mb={best.setting.bucket_mb:g})"
         found.append((f"buckets of {best.setting.bucket_mb:g} MB", line, best))
-    advice = [
-        PlanAdvice(
-            at=setting.ranks,
-            prediction=better,
-            gain=1 - better.a_micro_batch / now.a_micro_batch,
-            saved=now.step * (1 - better.a_micro_batch / now.a_micro_batch),
-            words=words,
-            line=line,
-        )
-        for words, line, better in found
-    ]
+    advice = []
+    for words, line, better in found:
+        gain = 1 - better.a_micro_batch / now.a_micro_batch
+        saved = now.step * gain
+        advice.append(PlanAdvice(at=setting.ranks, prediction=better, gain=gain, saved=saved, words=words, line=line))
     return sorted((each for each in advice if each.gain >= WORTH_SAYING), key=lambda each: -each.gain)
 
 
@@ -140,11 +131,13 @@ def rate_words(rate: float) -> str:
 
 def draw_plan(report: PlanReport) -> "Figure":
     """Draw the picture of a plan. Call it inside ``with style():``."""
-    rows = [
-        "a step, by the number of ranks",
-        *([f"a micro-batch at {report.advice[0].at:,} ranks"] if report.advice else []),
-    ]
-    figure, axes = canvas(_title(report), panels=rows, height=4.4, shared=False)
+    last, rows = report.predictions[-1], ["a step, by the number of ranks"]
+    title = f"At {last.setting.ranks:,} ranks a step keeps {report.efficiency(last):.0%} of the speed of one"
+    if report.advice:
+        first = report.advice[0]
+        title += f"; {first.words}: saves {saving(first.saved, first.gain)}"
+        rows.append(f"a micro-batch at {first.at:,} ranks")
+    figure, axes = canvas(title, panels=rows, height=4.4, shared=False)
     _draw_steps(axes[0], report)
     if report.advice:
         _draw_advice(axes[1], report)
@@ -162,15 +155,6 @@ def save_picture(report: PlanReport, path: Path) -> None:
             path.write_text(svg_file(figure, "plan"))
         else:
             figure.savefig(path, dpi=144)
-
-
-def _title(report: PlanReport) -> str:
-    last = report.predictions[-1]
-    words = f"At {last.setting.ranks:,} ranks a step keeps {report.efficiency(last):.0%} of the speed of one"
-    if report.advice:
-        first = report.advice[0]
-        words += f"; {first.words}: saves {saving(first.saved, first.gain)}"
-    return words
 
 
 def _draw_steps(axes: "Axes", report: PlanReport) -> None:

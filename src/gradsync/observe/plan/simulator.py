@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.plan.event_loop import Core, EventLoop, SharedLink, Transfer
-from gradsync.observe.plan.network import Cost, Operation, Schedule, Transport
+from gradsync.observe.plan.network import Operation, Schedule, Transport
 from gradsync.observe.plan.profile import BucketProfile, StepProfile
 
 __all__ = ["SimulatedBucket", "SimulatedStep", "StepParts", "simulate"]
@@ -249,9 +249,7 @@ class _Run:
     ) -> None:
         """Have a rank start these collectives, with ``decode`` seconds after each; the first one creates it."""
         if key not in transfers:
-            phases: list[tuple[float, Cost]] = [
-                (decode if place else 0.0, self._cost(*each)) for place, each in enumerate(sent)
-            ]
+            phases = [(decode if place else 0.0, self._cost(*each)) for place, each in enumerate(sent)]
             transfers[key] = Transfer(len(self._ranks), phases, after=decode)
         self._link.join(transfers[key])
 

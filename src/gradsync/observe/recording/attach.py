@@ -26,14 +26,8 @@ from gradsync.observe.recording.files import Clock
 from gradsync.observe.recording.recorder import Recorder
 
 __all__ = [
-    "VARIABLE",
-    "align_clocks",
-    "attach_recorder",
-    "choose_recorder",
-    "clock_identity",
-    "described",
-    "measure_offset",
-    "recorder_in",
+    *("VARIABLE", "align_clocks", "attach_recorder", "choose_recorder", "clock_identity", "described"),
+    *("measure_offset", "recorder_in"),
 ]
 
 LOGGER = logging.getLogger("gradsync")
@@ -67,7 +61,7 @@ def choose_recorder(observer: Observer | None, device: torch.device) -> Recorder
 
 def described(recorder: Recorder | None) -> list[tuple[str, str]]:
     """What ranks must have in common to record: those that write measure their clocks, and that takes all of them."""
-    return [("recording", "to a folder" if recorder is not None and recorder.folder is not None else "to no folder")]
+    return [("recording", "to no folder" if recorder is None or recorder.folder is None else "to a folder")]
 
 
 def attach_recorder(

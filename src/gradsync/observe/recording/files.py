@@ -28,32 +28,15 @@ from gradsync.base.files import from_json, whole_file
 from gradsync.communicator.logs import join_names, name_missing_ranks
 
 __all__ = [
-    "FOLDER",
-    "FORMAT",
-    "BucketPart",
-    "Clock",
-    "GatherTimes",
-    "Header",
-    "RecordedBucket",
-    "Recording",
-    "Span",
-    "Step",
-    "Synchronization",
-    "find_recordings",
-    "lines_of",
-    "parse_recording",
-    "read_models",
-    "read_recording",
-    "read_recordings",
-    "write_lines",
+    *("FOLDER", "BucketPart", "Clock", "GatherTimes", "Header", "RecordedBucket", "Recording", "Span", "Step"),
+    *("Synchronization", "find_recordings", "lines_of", "parse_recording", "read_models", "read_recording"),
+    *("read_recordings", "write_lines"),
 ]
 
 FORMAT = 1
 # Where `gradsync train` has it, in the folder of a run.
 FOLDER = "recording"
 PATTERN = "rank-*.jsonl"
-
-
 # Of a synchronization: the one number of seconds that no clock has shown.
 DURATION = "busy"
 
@@ -193,8 +176,8 @@ class Header:
     """Which rank wrote a recording, and of what.
 
     ``model`` numbers the models of a process, in the order in which they were wrapped. ``caps`` are bucket sizes in
-    bytes, ``identity`` identifies the host, ``link`` is the measured cost of an all-reduce: latency and seconds per
-    byte.
+    bytes, ``compiled`` says what of the model is compiled and what overlaps then, ``identity`` identifies the host,
+    ``link`` is the measured cost of an all-reduce: latency and seconds per byte.
     """
 
     rank: int
@@ -211,6 +194,7 @@ class Header:
     schedule: str = "overlapped"
     caps: tuple[int, ...] = ()
     caps_chosen: bool = False
+    compiled: str = ""
     parameters: dict[str, int] = field(default_factory=dict)
     optimizer: str = ""
     link: tuple[float, float] | None = None
@@ -239,34 +223,29 @@ def file_name(rank: int, model: int) -> str:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def header_line(header: Header) -> str:
-    return _line({"kind": "recording", "format": FORMAT, **asdict(header)})
-
-
-def layout_line(number: int, buckets: Sequence[BucketPart]) -> str:
-    return _line({"kind": "layout", "number": number, "buckets": [asdict(bucket) for bucket in buckets]})
-
-
-def end_line(total: int, *, ended: bool) -> str:
-    return _line({"kind": "end", "total": total, "ended": ended})
-
-
 def step_line(step: Step) -> str:
     return _line({"kind": "step", **_as_json(step)})
 
 
-def lines_of(recording: Recording) -> Iterator[str]:
-    """All lines of the file of a recording."""
-    yield header_line(recording.header)
-    yield from (layout_line(number, buckets) for number, buckets in enumerate(recording.layouts))
-    yield from (step_line(step) for step in recording.steps)
-    yield end_line(recording.total, ended=recording.ended)
+def lines_of(recording: Recording, steps: Iterable[str] | None = None) -> Iterator[str]:
+    """All lines of the file of a recording; ``steps`` are the lines of its steps, if they are known."""
+    yield _line({"kind": "recording", "format": FORMAT, **asdict(recording.header)})
+    for number, buckets in enumerate(recording.layouts):
+        yield _line({"kind": "layout", "number": number, "buckets": [asdict(bucket) for bucket in buckets]})
+    yield from map(step_line, recording.steps) if steps is None else steps
+    yield _line({"kind": "end", "total": recording.total, "ended": recording.ended})
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     with whole_file(path) as file:
         for line in lines:
             file.write(line.encode() + b"\n")
+
+
+def write_recording(folder: Path, recording: Recording, steps: Iterable[str]) -> None:
+    """Write the file of a recording, with the lines of its steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_lines(folder / file_name(recording.header.rank, recording.header.model), lines_of(recording, steps))
 
 
 def _line(content: dict[str, Any]) -> str:
@@ -307,7 +286,7 @@ def read_recording(path: Path) -> Recording:
 def parse_recording(text: str, path: str) -> Recording:
     """Parses what a rank has written, or sent; ``path`` is where it came from."""
     try:
-        return _checked(_assembled(_objects(text), path))
+        return _assembled(_objects(text), path)
     except ConfigurationError:
         raise
     except ValueError as error:
@@ -333,9 +312,11 @@ def _assembled(objects: Iterator[tuple[int, dict[str, Any]]], path: str) -> Reco
     if first.get("kind") != "recording":
         raise ValueError("it does not begin as one")
     if first.get("format") != FORMAT:
+        versions = first.get("versions")
+        writer = f" ({versions.get('gradsync')})" if isinstance(versions, dict) else ""
         raise ConfigurationError(
             f"{path} has format {first.get('format')}, and {FORMAT} is read here: read it with the gradsync that "
-            f"has written it{_version(first)}, or record again"
+            f"has written it{writer}, or record again"
         )
     header = from_json(Header, first)
     kinds: dict[str, type[Any]] = {"layout": _Layout, "step": Step, "end": _End}
@@ -348,12 +329,15 @@ def _assembled(objects: Iterator[tuple[int, dict[str, Any]]], path: str) -> Reco
             parts[kind].append(from_json(kinds[kind], content))
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
-    return Recording(
-        header=header,
-        layouts=tuple(layout.buckets for layout in parts["layout"]),
-        steps=tuple(parts["step"]),
-        **vars(parts["end"][0] if parts["end"] else _End()),
-    )
+    # What types alone do not express.
+    if not 0 <= header.rank < header.world_size:
+        raise ValueError(f"it is of rank {header.rank} of {header.world_size}")
+    layouts, steps = tuple(layout.buckets for layout in parts["layout"]), tuple(parts["step"])
+    lost = next((step for step in steps if not 0 <= step.layout < len(layouts)), None)
+    if lost is not None:
+        raise ValueError(f"step {lost.number} has buckets of layout {lost.layout}, which is not there")
+    end = parts["end"][0] if parts["end"] else _End()
+    return Recording(header=header, layouts=layouts, steps=steps, total=end.total, ended=end.ended)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,22 +349,6 @@ class _Layout:
 class _End:
     total: int = 0
     ended: bool = False
-
-
-def _version(first: dict[str, Any]) -> str:
-    versions = first.get("versions")
-    return f" ({versions.get('gradsync')})" if isinstance(versions, dict) else ""
-
-
-def _checked(recording: Recording) -> Recording:
-    """Checks what types alone do not express."""
-    header = recording.header
-    if not 0 <= header.rank < header.world_size:
-        raise ValueError(f"it is of rank {header.rank} of {header.world_size}")
-    for step in recording.steps:
-        if not 0 <= step.layout < len(recording.layouts):
-            raise ValueError(f"step {step.number} has buckets of layout {step.layout}, which is not there")
-    return recording
 
 
 def read_recordings(folder: Path, model: int = 0) -> list[Recording]:
@@ -404,8 +372,7 @@ def read_models(folder: Path) -> list[list[Recording]]:
 
 def _models(folder: Path) -> dict[int, list[Recording]]:
     models: dict[int, list[Recording]] = {}
-    for path in find_recordings(folder):
-        recording = read_recording(path)
+    for recording in map(read_recording, find_recordings(folder)):
         models.setdefault(recording.header.model, []).append(recording)
     return models
 

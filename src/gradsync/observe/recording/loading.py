@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, dataloader
 
 __all__ = ["listen", "loading"]
 
-
 LOGGER = logging.getLogger("gradsync")
 
 # Replaced and never changed, so that loading needs no lock.

@@ -101,6 +101,10 @@ def read_step(marks: Marks, gathers: Iterable[Gather], *, read: Read, number: in
         else:
             reader.marked(kind, details, read(moment))
     reader.end_span(last)
+    times = []
+    for index, nbytes, start, *rest in gathers:
+        began, (end, needed, arrived) = read(start), (None if each is None else read(each) for each in rest)
+        times.append(GatherTimes(index=index, nbytes=nbytes, start=began, end=end, needed=needed, arrived=arrived))
     return Step(
         number=number,
         layout=layout,
@@ -109,13 +113,8 @@ def read_step(marks: Marks, gathers: Iterable[Gather], *, read: Read, number: in
         micro_batches=reader.micro_batches,
         spans=tuple(reader.spans),
         synchronizations=tuple(reader.synchronizations),
-        gathers=tuple(_gather_times(*gather, read=read) for gather in gathers),
+        gathers=tuple(times),
     )
-
-
-def _gather_times(index: int, nbytes: int, start: Any, *rest: Any, read: Read) -> GatherTimes:
-    end, needed, arrived = (None if moment is None else read(moment) for moment in rest)
-    return GatherTimes(index=index, nbytes=nbytes, start=read(start), end=end, needed=needed, arrived=arrived)
 
 
 # What goes on where no mark says so: it is named by what follows.

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,19 +29,7 @@ from gradsync.core.bucket.bucket import Bucket
 from gradsync.core.bucket.layout import BucketLayout
 from gradsync.core.engine.synchronizer import Synchronizer
 from gradsync.core.reduction.measurement import known_link
-from gradsync.observe.recording.files import (
-    BucketPart,
-    Clock,
-    Header,
-    Recording,
-    Step,
-    end_line,
-    file_name,
-    header_line,
-    layout_line,
-    step_line,
-    write_lines,
-)
+from gradsync.observe.recording.files import BucketPart, Clock, Header, Recording, Step, step_line, write_recording
 from gradsync.observe.recording.loading import listen
 from gradsync.observe.recording.marks import (
     ARRIVED,
@@ -56,7 +45,6 @@ from gradsync.observe.recording.marks import (
     Gather,
     Marker,
     Marks,
-    Read,
     no_core_time,
     read_step,
 )
@@ -123,20 +111,16 @@ class Recorder(Marker):
         self._synchronizer = weakref.ref(synchronizer)
         if synchronizer.parameters[0].device.type == "cuda":
             self._now, self._on_core = DeviceClock(synchronizer.parameters[0].device), no_core_time
-        number = self._next_number(synchronizer) if self._header is None else self._header.model
+        number = 0 if self._header is None else self._header.model
+        if self._header is None and self.folder is not None:
+            # One that no other model of this rank has in the folder, ended or not: it would lose its file.
+            key = self.folder, synchronizer.options.communicator.rank
+            number, _models[key] = _models[key], _models[key] + 1
         self._header = _describe(synchronizer, name, clock, number)
         listen(self)
         if self.folder is not None and self not in _unwritten:
             _unwritten.append(self)
             self._due = time.monotonic() + self._waits[0]
-
-    def _next_number(self, synchronizer: Synchronizer) -> int:
-        """A number that no other model of this rank has in the folder, ended or not: it would lose its file."""
-        if self.folder is None:
-            return 0
-        key = self.folder, synchronizer.options.communicator.rank
-        _models[key] += 1
-        return _models[key] - 1
 
     def align(self, clock: Clock) -> None:
         """Take what ranks have measured of their clocks."""
@@ -209,9 +193,8 @@ class Recorder(Marker):
             return
         self._marks.append((STEP_END, None, self._now()))
         self._cut = len(self._marks)
-        header = self._header
-        if header is not None and not header.optimizer:
-            self._header = replace(header, optimizer=type(optimizer).__name__)
+        if self._header is not None and not self._header.optimizer:
+            self._header = replace(self._header, optimizer=type(optimizer).__name__)
 
     def step_skipped(self) -> None:
         self.skipped += 1
@@ -234,16 +217,11 @@ class Recorder(Marker):
         synchronizer = None if self._synchronizer is None else self._synchronizer()
         layout = None if synchronizer is None else synchronizer.layout
         if layout is not None and layout is not self._layout and synchronizer is not None:
-            self._layout = layout
-            self._layouts.append(
-                tuple(
-                    BucketPart(
-                        nbytes=plan.numel * plan.dtype.itemsize,
-                        parameters=tuple(synchronizer.specs[slot.parameter].name for slot in plan.slots),
-                    )
-                    for plan in layout.buckets
-                )
-            )
+            self._layout, parts = layout, []
+            for plan in layout.buckets:
+                names = tuple(synchronizer.specs[slot.parameter].name for slot in plan.slots)
+                parts.append(BucketPart(nbytes=plan.numel * plan.dtype.itemsize, parameters=names))
+            self._layouts.append(tuple(parts))
         return len(self._layouts) - 1
 
     # -- what it knows ---------------------------------------------------------------------------------------------
@@ -267,39 +245,32 @@ class Recorder(Marker):
     @property
     def recording(self) -> Recording | None:
         """The recording of what it has kept; None before it is attached to a model."""
-        steps = self.steps
-        header = self._current_header()
-        if header is None:
+        return self._recording(self.steps, ended=self._closed)
+
+    def _recording(self, steps: Sequence[Step], *, ended: bool) -> Recording | None:
+        synchronizer = None if self._synchronizer is None else self._synchronizer()
+        if self._header is None:
             return None
-        return Recording(
-            header=header, layouts=tuple(self._layouts), steps=tuple(steps), total=self.total, ended=self._closed
-        )
+        if synchronizer is not None:
+            self._header = replace(self._header, **_changing(synchronizer))
+        layouts = tuple(self._layouts)
+        return Recording(header=self._header, layouts=layouts, steps=tuple(steps), total=self.total, ended=ended)
 
     def _read(self, steps: list[tuple[int, int, Any, Marks, list[Gather]]]) -> list[Step]:
-        read = self._reader()
+        read: Callable[[Any], float] = float
+        if isinstance(self._now, DeviceClock):
+            anchor = self._now()
+            anchor.synchronize()
+            now = time.perf_counter()
+
+            def read(event: Any) -> float:
+                event.synchronize()
+                return now - float(event.elapsed_time(anchor)) / 1e3
+
         return [
             read_step(marks, gathers, read=read, number=number, layout=layout, begin=begin)
             for number, layout, begin, marks, gathers in steps
         ]
-
-    def _reader(self) -> Read:
-        if not isinstance(self._now, DeviceClock):
-            return float
-        anchor = self._now()
-        anchor.synchronize()
-        now = time.perf_counter()
-
-        def read(event: Any) -> float:
-            event.synchronize()
-            return now - float(event.elapsed_time(anchor)) / 1e3
-
-        return read
-
-    def _current_header(self) -> Header | None:
-        synchronizer = None if self._synchronizer is None else self._synchronizer()
-        if self._header is not None and synchronizer is not None:
-            self._header = replace(self._header, **_changing(synchronizer))
-        return self._header
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -313,12 +284,9 @@ class Recorder(Marker):
             fresh = [each for each in list(self._steps) if each[0] not in self._lines]
             self._lines.update({step.number: step_line(step) for step in self._read(fresh)})
             self._thin()
-            header = self._current_header()
-            if header is not None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                layouts = [layout_line(number, buckets) for number, buckets in enumerate(self._layouts)]
-                lines = [header_line(header), *layouts, *self._lines.values(), end_line(self.total, ended=ended)]
-                write_lines(self.folder / file_name(header.rank, header.model), lines)
+            recording = self._recording((), ended=ended)
+            if recording is not None:
+                write_recording(self.folder, recording, self._lines.values())
         except Exception:
             self._failed = True
             LOGGER.exception("the recording cannot be written to %s, and is not tried again", self.folder)
@@ -384,5 +352,6 @@ def _changing(synchronizer: Synchronizer) -> dict[str, Any]:
     return {
         "reduction": repr(synchronizer.reduction),
         "caps": tuple(synchronizer.caps.caps),
+        "compiled": "" if synchronizer.compilation is None else synchronizer.compilation.describe(),
         "link": None if link is None else (link.latency, link.seconds_per_byte),
     }

@@ -1,6 +1,6 @@
 """Local steps by name: ``local:16`` averages parameters after every 16 steps, ``diloco:32`` has an outer optimizer.
 
-A reduction may follow, as in ``diloco:32:top-k:0.02:int2``: outer gradients are sent by it.
+A reduction may follow, as in ``diloco:32:int2``: outer gradients are sent by it.
 """
 
 import functools

@@ -7,12 +7,12 @@ nothing breaks the graph, and earlier regions run while its parameters are still
 as a whole is one region.
 """
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from gradsync.core.engine.compilation import compiled_regions
 from gradsync.optim.sharded.gather import await_parameters
 
 __all__ = ["await_before_regions"]
@@ -20,24 +20,12 @@ __all__ = ["await_before_regions"]
 
 def await_before_regions(module: nn.Module) -> None:
     """Have every compiled region of ``module`` wait for its own parameters, from now on."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return
-    for region in _regions(module, dynamo.OptimizedModule):
-        if isinstance(region, dynamo.OptimizedModule):
+    for region in compiled_regions(module):
+        if region._compiled_call_impl is None:
             if _await_all not in region._forward_pre_hooks.values():
                 region.register_forward_pre_hook(_await_all)
         elif not isinstance(region._compiled_call_impl, _AwaitingCall):
             region._compiled_call_impl = _AwaitingCall(region, region._compiled_call_impl)
-
-
-def _regions(module: nn.Module, optimized: type[nn.Module]) -> Iterator[nn.Module]:
-    """The outermost modules that were given to the compiler."""
-    if isinstance(module, optimized) or module._compiled_call_impl is not None:
-        yield module
-        return
-    for child in module.children():
-        yield from _regions(child, optimized)
 
 
 def _await_all(region: nn.Module, args: Any) -> None:

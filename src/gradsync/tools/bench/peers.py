@@ -176,16 +176,14 @@ class Gradsync(Peer):
 
 @dataclass(frozen=True, kw_only=True)
 class GradsyncLocal(Peer):
-    """gradsync's local steps: every rank trains locally; after ``every`` steps parameters are averaged, or combined by
-    an ``outer``."""
+    """gradsync's local steps: every rank trains locally, and ``arguments`` of LocalSteps say how they are merged."""
 
     name: str = "gradsync local"
-    every: int
-    outer: MakeOptimizer | None = None
+    arguments: Callable[[], Mapping[str, Any]]
 
     def wrap(self, model: nn.Module, optimizer: MakeOptimizer, *, window: int = 1) -> WrappedModel:
         wrapped = NoWrapper().wrap(model, optimizer, window=window)
-        local = LocalSteps(model, wrapped.optimizer, every=self.every, outer=self.outer)
+        local = LocalSteps(model, wrapped.optimizer, **self.arguments())
         # Nothing else holds it.
         wrapped.flush = local.synchronize
         return wrapped

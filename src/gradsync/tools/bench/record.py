@@ -139,6 +139,8 @@ class Cell:
     ranks: int = 2
     hosts: int | None = None
     rate: str | None = None
+    # Seconds from one host to another.
+    delay: float = 0.0
     warmup: int = 5
     rounds: int = 30
     seconds: float = 60.0

@@ -116,7 +116,7 @@ def place_of(cell: Cell) -> "AbstractContextManager[Lab | SharedGpu | None]":
     """The place where the ranks of a cell run while it is open: hosts, a shared GPU, or None for this machine alone."""
     if cell.hosts is not None:
         rate = None if cell.rate is None else Rate.parse(cell.rate)
-        return Lab(LabPlan(name=LAB_NAME, hosts=cell.hosts, rate=rate))
+        return Lab(LabPlan(name=LAB_NAME, hosts=cell.hosts, rate=rate, delay=cell.delay))
     if cell.sharing in (GpuSharing.MPS, GpuSharing.SLICES):
         return SharedGpu(SharedGpuPlan(ranks=cell.ranks, mps=cell.sharing == GpuSharing.MPS, channels=CHANNELS))
     return nullcontext()

@@ -60,7 +60,8 @@ def bench(
     # Pictures and pages are not needed by the other commands, so their packages are imported here.
     try:
         from gradsync.tools.bench.record import ResultFolder
-        from gradsync.tools.bench.report import BenchScreen
+        from gradsync.tools.bench.report import REPORT as PAGE
+        from gradsync.tools.bench.report import BenchScreen, build_report
         from gradsync.tools.bench.runner import Placement, RunPlan
         from gradsync.tools.bench.scenarios import SCENARIOS, find_scenarios
     except ModuleNotFoundError as error:
@@ -73,7 +74,11 @@ def bench(
         for each in SCENARIOS:
             print(f"{each.name:<14} {each.question}")
     elif scenario == REPORT:
-        _draw_again(folder, screen)
+        if folder is None:
+            raise ConfigurationError("expected the folder of results after 'report', got nothing")
+        results = ResultFolder.open(folder)
+        screen.results(build_report(results, SCENARIOS))
+        print(f"\nreport: {results.path / PAGE}")
     else:
         if folder is not None:
             raise ConfigurationError(f"expected one scenario, or 'all', but {folder} follows. For a folder say --out")
@@ -106,19 +111,6 @@ def bench(
 
 def _listed(names: str | None) -> list[str]:
     return [name.strip() for name in (names or "").split(",") if name.strip()]
-
-
-def _draw_again(path: Path | None, screen: "BenchScreen") -> None:
-    from gradsync.tools.bench.record import ResultFolder
-    from gradsync.tools.bench.report import REPORT as PAGE
-    from gradsync.tools.bench.report import build_report
-    from gradsync.tools.bench.scenarios import SCENARIOS
-
-    if path is None:
-        raise ConfigurationError("expected the folder of results after 'report', got nothing")
-    folder = ResultFolder.open(path)
-    screen.results(build_report(folder, SCENARIOS))
-    print(f"\nreport: {folder.path / PAGE}")
 
 
 def _run(plan: "RunPlan", screen: "BenchScreen") -> None:

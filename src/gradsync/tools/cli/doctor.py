@@ -38,7 +38,8 @@ def doctor(
     console = Console(highlight=False)
     if as_json:
         findings = examine(timeout=timeout, sharing=sharing)
-        print(json.dumps(_as_data(findings), indent=2))
+        told = [{key: getattr(each, key) for key in ("name", "status", "detail", "fix")} for each in findings]
+        print(json.dumps({"fit": _fit(findings), "versions": versions(), "findings": told}, indent=2))
     elif console.is_terminal:
         with console.status("examining this machine") as status:
             findings = examine(timeout=timeout, sharing=sharing, progress=lambda line: status.update(line))
@@ -52,12 +53,6 @@ def doctor(
 
 def _fit(findings: list[Finding]) -> bool:
     return all(finding.status is not Status.FAIL for finding in findings)
-
-
-def _as_data(findings: list[Finding]) -> dict[str, object]:
-    shown = ("name", "status", "detail", "fix")
-    told = [{key: getattr(finding, key) for key in shown} for finding in findings]
-    return {"fit": _fit(findings), "versions": versions(), "findings": told}
 
 
 def _show(console: Console, findings: list[Finding]) -> None:
@@ -82,21 +77,12 @@ def _show(console: Console, findings: list[Finding]) -> None:
 
 def _lines(findings: list[Finding]) -> list[str]:
     """The findings without a terminal: no colours, no wrapping, one line a finding where that is possible."""
-    lines = []
+    lines, indent = [], " " * (len(Status.PASS) + NAME_WIDTH + 4)
     for finding in findings:
-        lines += _row(finding, finding.detail)
-        if finding.fix:
-            lines.append(_indented(f"→ {finding.fix}"))
+        first, *others = finding.detail.splitlines()
+        lines.append(f"{finding.status}  {finding.name:<{NAME_WIDTH}}  {first}")
+        lines += [indent + line for line in (*others, *([f"→ {finding.fix}"] if finding.fix else []))]
     return [*lines, "", _sentence(findings), "", *_report(findings)]
-
-
-def _row(finding: Finding, detail: str) -> list[str]:
-    first, *others = detail.splitlines()
-    return [f"{finding.status}  {finding.name:<{NAME_WIDTH}}  {first}", *(_indented(line) for line in others)]
-
-
-def _indented(line: str) -> str:
-    return " " * (len(Status.PASS) + NAME_WIDTH + 4) + line
 
 
 def _sentence(findings: list[Finding]) -> str:
@@ -111,11 +97,9 @@ def _sentence(findings: list[Finding]) -> str:
 
 def _report(findings: list[Finding]) -> list[str]:
     """The findings for a bug report: no host names, no addresses, no paths."""
-    first = ", ".join(f"{name} {version}" for name, version in versions().items())
-    lines = [f"{finding.status} {finding.name}: {_joined(finding.public_detail)}" for finding in findings]
-    return ["For a bug report (no host names, addresses or paths):", "```", first, *lines, "```"]
-
-
-def _joined(detail: str) -> str:
-    """The lines of a measurement in one, without the spaces that align them."""
-    return "; ".join(" ".join(line.split()) for line in detail.splitlines())
+    lines = [", ".join(f"{name} {version}" for name, version in versions().items())]
+    for finding in findings:
+        # The lines of a measurement in one, without the spaces that align them.
+        detail = "; ".join(" ".join(line.split()) for line in finding.public_detail.splitlines())
+        lines.append(f"{finding.status} {finding.name}: {detail}")
+    return ["For a bug report (no host names, addresses or paths):", "```", *lines, "```"]

@@ -29,20 +29,8 @@ from gradsync.health.watch.exit_causes import exit_call, exit_status
 from gradsync.tools.launch import Failure, RankPlace
 
 __all__ = [
-    "DEBUG",
-    "FAILED",
-    "INTERRUPTED",
-    "OPTION",
-    "WRONG_USE",
-    "ExitStatement",
-    "ExitStatements",
-    "FailureReport",
-    "exit_code_of",
-    "exit_statement_of",
-    "has_launcher",
-    "one_line",
-    "refusing",
-    "report_exit",
+    *("DEBUG", "FAILED", "INTERRUPTED", "OPTION", "WRONG_USE", "ExitStatement", "ExitStatements", "FailureReport"),
+    *("exit_code_of", "exit_statement_of", "has_launcher", "one_line", "refusing", "report_exit"),
     "write_exit_statement",
 ]
 
@@ -179,8 +167,9 @@ def write_exit_statement(record: ExitStatement) -> bool:
     descriptor = _descriptor()
     if descriptor is None:
         return False
-    content = _content(descriptor)
-    processes = _processes(content)
+    content, processes = _content(descriptor), {}
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        processes = {int(rank): int(process) for rank, process in json.loads(content)["processes"].items()}
     if content and os.getpid() not in processes.values():
         # A child that this rank has forked, or the rank has spoken.
         return False
@@ -273,13 +262,6 @@ def _content(memory: int) -> bytes:
     return os.pread(memory, os.fstat(memory).st_size, 0)
 
 
-def _processes(data: bytes) -> dict[int, int]:
-    try:
-        return {int(rank): int(process) for rank, process in json.loads(data)["processes"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
 # -- the root cause, once all ranks have ended ------------------------------------------------------------------------
 
 
@@ -359,7 +341,10 @@ class FailureReport:
         if any(map(first.obeys, self.signals)):
             return []
         left = [] if own is None else [place for place in places if self._left_before(place.rank, own)]
-        lines = [f"{place} ended first, with exit code 0: {self._describe_end(place)}" for place in left]
+        ends = {rank: f"it {record.message}" for rank, record in self.records.items()}
+        lines = [
+            f"{place} ended first, with exit code 0: {ends.get(place.rank, 'without a word of it')}" for place in left
+        ]
         if own is not None:
             lines.append(_describe_later(first.place, own) if left else _describe_first(first, own))
         # A refusal is the same everywhere.
@@ -376,10 +361,6 @@ class FailureReport:
         had_ended = rank in own.gone or (record is not None and record.at < own.at)
         # Errors of torch do not name the rank.
         return had_ended and (bool(own.trace) or f"rank {rank} " in own.message)
-
-    def _describe_end(self, place: RankPlace) -> str:
-        record = self.records.get(place.rank)
-        return f"it {record.message}" if record is not None else "without a word of it"
 
     def _describe(self, place: RankPlace, first: ExitStatement | None) -> str:
         record = self.records.get(place.rank)

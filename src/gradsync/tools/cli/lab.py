@@ -152,23 +152,10 @@ def down(name: Name = "default") -> None:
 
 def _show(found: Lab) -> None:
     links, processes = found.links(), found.processes()
-    rows = [
-        (
-            host.name,
-            host.address,
-            str(links[host.index].rate or "unshaped"),
-            "up" if links[host.index].up else "cut",
-            str(len(processes[host.index])),
-        )
-        for host in found.hosts
-    ]
-    console = Console(highlight=False)
-    plan = found.plan
+    console, table, plan = Console(highlight=False), Table(*COLUMNS, box=None, pad_edge=False), found.plan
     far = f", {plan.delay * 1000:g} ms away, {plan.loss:.1%} of packets lost" if plan.delay or plan.loss else ""
-    console.print(Text(f"Lab {plan.name}: {len(rows)} hosts{far}", style="bold"))
-    table = Table(box=None, pad_edge=False)
-    for column in COLUMNS:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(Text(cell, style="bold red" if cell == "cut" else "") for cell in row))
+    console.print(Text(f"Lab {plan.name}: {len(found.hosts)} hosts{far}", style="bold"))
+    for host in found.hosts:
+        link, state = links[host.index], Text("up") if links[host.index].up else Text("cut", style="bold red")
+        table.add_row(host.name, host.address, str(link.rate or "unshaped"), state, str(len(processes[host.index])))
     console.print(table)

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,12 +28,7 @@ from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
 from gradsync.tools.launch import SHELL_SIGNAL_BASE, Failure, RankPlace, RankProcesses, standalone
 
 __all__ = [
-    "MPS_HELP",
-    "ONE_GPU_HELP",
-    "GpuChoice",
-    "inside_a_launch",
-    "run_elastic_ranks_of",
-    "run_ranks_of",
+    *("MPS_HELP", "ONE_GPU_HELP", "GpuChoice", "inside_a_launch", "run_elastic_ranks_of", "run_ranks_of"),
     "usable_cores",
 ]
 
@@ -157,9 +152,11 @@ def run_ranks_of(
     for count in range(max_restarts + 1):
         with (
             ExitStatements(nproc) as records,
-            _places(nproc, (count, max_restarts), sharing) as places,
+            standalone(nproc, (count, max_restarts)) as places,
+            nullcontext() if sharing is None else SharedGpu(sharing) as gpu,
             RankProcesses(grace_seconds) as ranks,
         ):
+            places = places if gpu is None else gpu.share(places)
             places = [replace(each, more={**each.more, **records.variables(each.rank)}) for each in places]
             failure_report = _run(ranks, places, command, grace_seconds, records)
         if not failure_report.failed:
@@ -171,16 +168,6 @@ def run_ranks_of(
         _say(f"all ranks are started again (restart {count + 1} of {max_restarts})")
     assert failure is not None
     return failure.exit_code
-
-
-@contextmanager
-def _places(nproc: int, restarts: tuple[int, int], sharing: SharedGpuPlan | None) -> Iterator[list[RankPlace]]:
-    with standalone(nproc, restarts) as places:
-        if sharing is None:
-            yield places
-        else:
-            with SharedGpu(sharing) as gpu:
-                yield gpu.share(places)
 
 
 def _run(

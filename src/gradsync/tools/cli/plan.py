@@ -66,7 +66,8 @@ def plan(
     model.
     """
     if listing:
-        _list()
+        for title, known in (("machines (--profile)", known_machines()), ("models (--model)", known_models())):
+            print("\n".join([title, *(f"  {name:<12} {words}" for name, words in known.items())]))
         return
     _check_files(picture, measure)
     with refusing("--hosts"):
@@ -77,7 +78,7 @@ def plan(
         _measure(measure, host_rate)
         return
     chosen = _calibration(calibration, profile, model, batch)
-    setting = _setting(chosen, link=link, bucket_mb=bucket_mb, reduction=reduction, mode=mode, accumulate=accumulate)
+    setting = _setting(chosen, link, bucket_mb, reduction, mode, accumulate)
     if not 0 < loss < 100:
         raise ConfigurationError(f"--loss is a percentage above 0 and below 100, got {loss:g}")
     if price is not None and not 0 <= price < math.inf:
@@ -104,20 +105,14 @@ def _check_files(picture: Path | None, measure: Path | None) -> None:
 
 
 def _setting(
-    calibration: Calibration,
-    *,
-    link: str | None,
-    bucket_mb: float | None,
-    reduction: str,
-    mode: str,
-    accumulate: int | None,
+    calibration: Calibration, link: str | None, bucket_mb: float | None, reduction: str, mode: str, micro: int | None
 ) -> Setting:
     if mode not in MODES:
         raise ConfigurationError(f"--mode is one of {', '.join(MODES)}, got {mode!r}")
     with refusing("--bucket-mb"):
         Setting(ranks=1, bucket_mb=bucket_mb)
-    if reduction not in calibration.reductions:
-        raise ConfigurationError(f"--reduction is one of {', '.join(calibration.reductions)}, got {reduction!r}")
+    with refusing("--reduction"):
+        calibration.schedule(reduction=reduction)
     with refusing("--link"):
         rate = None if link is None else Rate.parse(link).bytes_per_second
     if reduction != "mean" and MODES[mode] == "next-forward":
@@ -130,7 +125,7 @@ def _setting(
         bucket_mb=bucket_mb,
         overlap=MODES[mode],
         reduction=reduction,
-        micro_batches=accumulate or calibration.profile.micro_batches,
+        micro_batches=micro or calibration.profile.micro_batches,
         rate=rate,
     )
 
@@ -169,13 +164,6 @@ def _calibration(path: Path | None, profile: str | None, model: str | None, batc
         return published(profile, model, batch=batch)
 
 
-def _list() -> None:
-    for title, known in (("machines (--profile)", known_machines()), ("models (--model)", known_models())):
-        print(title)
-        for name, words in known.items():
-            print(f"  {name:<12} {words}")
-
-
 def _measure(path: Path, rate: Rate | None) -> None:
     from gradsync.tools.bench.workload import RealWorkload
     from gradsync.tools.calibration import CalibrationPlan, run_calibration
@@ -196,10 +184,9 @@ def _measure(path: Path, rate: Rate | None) -> None:
 def _show(report: PlanReport, price: float | None) -> None:
     console = Console(highlight=False)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for name in ("ranks", "step", "90 % within", "exposed", "efficiency", "buckets"):
+    names = ("ranks", "step", "90 % within", "exposed", "efficiency", "buckets")
+    for name in names if price is None else (*names, "1,000 steps"):
         table.add_column(name, justify="right", no_wrap=True)
-    if price is not None:
-        table.add_column("1,000 steps", justify="right", no_wrap=True)
     for each in report.predictions:
         parts, size = each.simulated.slowest, each.setting.bucket_mb
         row = [

@@ -6,7 +6,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -151,21 +151,12 @@ def _print_summary(script: UserScript, folder: Path, accounts: list[Account]) ->
     if not accounts:
         # It failed, and has printed why.
         return
-    explained = _explained(folder)
+    explained: list[str] = []
+    # Nothing where recordings of gradsync's wrappers make no whole: of too few steps, or of ranks that write elsewhere.
+    with suppress(ConfigurationError):
+        explained = [line for each in read_models(folder) for line in ("", *explain_recordings(each).lines())]
     for line in summarize(accounts, str(script), times=not explained):
         print(f"gradsync: {line}", file=sys.stderr)
     for line in explained:
         print(line, file=sys.stderr)
     sys.stderr.flush()
-
-
-def _explained(folder: Path) -> list[str]:
-    """The explanation of recordings of gradsync's wrappers. Nothing where they do not make a whole: of too few steps,
-    or of ranks that write elsewhere."""
-    lines: list[str] = []
-    try:
-        for recordings in read_models(folder):
-            lines += ["", *explain_recordings(recordings).lines()]
-    except ConfigurationError:
-        return []
-    return lines

@@ -82,22 +82,17 @@ def _options() -> Iterator[inspect.Parameter]:
             default = None if each.default is MISSING else each.default
             # Named also where typer would find the name: it would add the opposite of a switch.
             info = typer.Option(option_of(each.name, settings), help=option.help, rich_help_panel=option.heading)
-            kind: Any = Annotated[_typed(hints[each.name], default), info]
+            hint = hints[each.name]
+            kind: Any = get_args(hint)[0] if NoneType in get_args(hint) else hint
+            # Which words are accepted the settings check themselves.
+            kind = str if get_origin(kind) is Literal else kind
+            kind = Annotated[kind | None if default is None else kind, info]
             yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-def _typed(hint: Any, default: object) -> Any:
-    """The type for typer. Which words are accepted the settings check themselves."""
-    kind = get_args(hint)[0] if NoneType in get_args(hint) else hint
-    kind = str if get_origin(kind) is Literal else kind
-    return kind | None if default is None else kind
-
-
-def _heading(parameter: inspect.Parameter) -> int:
-    return HEADINGS.index(parameter.annotation.__metadata__[0].rich_help_panel)
-
-
-train.__signature__ = inspect.Signature(sorted(_options(), key=_heading))  # type: ignore[attr-defined]
+train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    sorted(_options(), key=lambda each: HEADINGS.index(each.annotation.__metadata__[0].rich_help_panel))
+)
 
 
 # -- the launcher -----------------------------------------------------------------------------------------------------
@@ -114,13 +109,12 @@ def _start_ranks(settings: TrainSettings, launch: LaunchSettings, gpus: GpuChoic
         raise ConfigurationError(
             f"--elastic-ranks {launch.elastic_ranks} says how many --elastic ranks there are: give both"
         )
-    sharing = gpus.sharing(ranks)
+    sharing, restarts = gpus.sharing(ranks), launch.max_restarts
     _check_early(settings, ranks)
     if settings.elastic:
         if sharing is not None:
             raise ConfigurationError("--one-gpu is for a fixed number of ranks: leave it out, or --elastic")
         return _run_elastic(settings, launch, arguments, ranks)
-    restarts = launch.max_restarts
     if ranks == 1 and not restarts:
         return _run_rank(settings, launch.cpu)
     return run_ranks_of("gradsync", arguments, nproc=ranks, explained=(1, 2), max_restarts=restarts, sharing=sharing)
@@ -184,11 +178,8 @@ def _run_rank(settings: TrainSettings, on_cpu: bool) -> int:
         raise GradsyncError(str(error)) from error
     except (ConfigurationError, PeerFailedError) as error:
         # Bad input is the same everywhere, and rank 0 says it once; what failed on another rank alone that rank says.
-        if (
-            rank > 0
-            and not has_launcher()
-            and type(error) in (ConfigurationError, PeerFailedError, CommunicatorLostError)
-        ):
+        known = type(error) in (ConfigurationError, PeerFailedError, CommunicatorLostError)
+        if rank > 0 and not has_launcher() and known:
             time.sleep(SECONDS_FOR_RANK_0)
             return 1
         raise

@@ -136,31 +136,23 @@ def check_backends() -> Finding:
 
 
 def check_gpus() -> Finding:
+    driver = f", driver {NVIDIA_DRIVER.read_text().strip()}" if NVIDIA_DRIVER.exists() else ""
     if torch.cuda.is_available():
-        return _gpus_found()
+        properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        kinds = Counter(f"{gpu.name} ({size(gpu.total_memory)})" for gpu in properties)
+        names = ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
+        fix = "every step waits for the slowest GPU: train on equal ones, chosen with CUDA_VISIBLE_DEVICES"
+        return judged("gpus", f"{names}; CUDA {torch.version.cuda}{driver}", (len(kinds) > 1, Status.WARN, fix))
     if not NVIDIA_DEVICE.exists():
         return judged("gpus", "none; ranks compute on the CPU")
     if torch.version.cuda is None and torch.version.hip is None:
         detail = "this machine has an NVIDIA driver, but this torch is built for CPUs only"
         fix = "install a torch with CUDA from https://pytorch.org, or go on with the CPU"
         return judged("gpus", detail, (True, Status.WARN, fix))
-    detail = f"there is an NVIDIA driver{_driver()}, but torch (CUDA {torch.version.cuda}) finds no GPU it can use"
+    detail = f"there is an NVIDIA driver{driver}, but torch (CUDA {torch.version.cuda}) finds no GPU it can use"
     fix = "see whether nvidia-smi lists the GPU, whether CUDA_VISIBLE_DEVICES hides it, and whether the driver is new "
     fix += "enough for this CUDA"
     return judged("gpus", detail, (True, Status.FAIL, fix))
-
-
-def _gpus_found() -> Finding:
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    kinds = Counter(f"{gpu.name} ({size(gpu.total_memory)})" for gpu in properties)
-    names = ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
-    detail = f"{names}; CUDA {torch.version.cuda}{_driver()}"
-    fix = "every step waits for the slowest GPU: train on equal ones, chosen with CUDA_VISIBLE_DEVICES"
-    return judged("gpus", detail, (len(kinds) > 1, Status.WARN, fix))
-
-
-def _driver() -> str:
-    return f", driver {NVIDIA_DRIVER.read_text().strip()}" if NVIDIA_DRIVER.exists() else ""
 
 
 def check_launcher(variables: Mapping[str, str]) -> Finding:
@@ -178,17 +170,14 @@ def check_launcher(variables: Mapping[str, str]) -> Finding:
 
 def check_packages() -> Finding:
     """What is not there is no fault: a command that needs it says so."""
-    versions = {name: _version(name) for name in OPTIONAL}
-    there = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    lacking = ", ".join(name for name, version in versions.items() if not version)
-    return judged("packages", "; ".join(filter(None, [there, f"not installed: {lacking}" if lacking else ""])))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    there, lacking = [], []
+    for name in OPTIONAL:
+        try:
+            there.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            lacking.append(name)
+    words = [", ".join(there), f"not installed: {', '.join(lacking)}" if lacking else ""]
+    return judged("packages", "; ".join(filter(None, words)))
 
 
 # -- resources --------------------------------------------------------------------------------------------------------
@@ -253,10 +242,8 @@ def check_shared_memory() -> Finding:
     stats = os.statvfs(SHARED_MEMORY)
     total, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
     detail = f"{size(free)} free of {size(total)}"
-    fix = (
-        "docker run --ipc=host or --shm-size=8g; elsewhere mount -o remount,size=8g /dev/shm. Or do without workers in "
-    )
-    fix += "the DataLoader"
+    fix = "docker run --ipc=host or --shm-size=8g; elsewhere mount -o remount,size=8g /dev/shm. Or do without workers "
+    fix += "in the DataLoader"
     return judged(name, detail, (free < LEAST_SHARED_MEMORY, Status.WARN, fix))
 
 
@@ -265,10 +252,7 @@ def check_open_files() -> Finding:
     soft_text, hard_text = ("unlimited" if limit == resource.RLIM_INFINITY else str(limit) for limit in (soft, hard))
     detail = f"{soft_text} a process" + (f" (may be raised to {hard_text})" if hard != soft else "")
     allowed, most = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
-    fix = (
-        "raise the hard limit: docker --ulimit nofile=65536:65536"
-        if most < FEW_OPEN_FILES
-        else "ulimit -n $(ulimit -Hn)"
-    )
+    harder = "raise the hard limit: docker --ulimit nofile=65536:65536"
+    fix = harder if most < FEW_OPEN_FILES else "ulimit -n $(ulimit -Hn)"
     faults = [(allowed < LEAST_OPEN_FILES, Status.FAIL, fix), (allowed < FEW_OPEN_FILES, Status.WARN, fix)]
     return judged("open files", detail, *faults)

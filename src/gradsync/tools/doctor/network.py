@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -33,13 +33,7 @@ from gradsync.tools.lab.gpu import SharedGpu, SharedGpuPlan
 from gradsync.tools.launch import Failure, RankProcesses, become, standalone
 
 __all__ = [
-    "Interface",
-    "LinkTest",
-    "be_rank",
-    "check_gloo_interface",
-    "check_interfaces",
-    "check_ports",
-    "list_interfaces",
+    *("Interface", "LinkTest", "check_gloo_interface", "check_interfaces", "check_ports", "list_interfaces"),
     "measured",
 ]
 
@@ -82,13 +76,19 @@ class Interface:
 
 def list_interfaces() -> tuple[Interface, ...]:
     """The interfaces that are up or have an address: the others are of no use to anybody."""
-    six = _ipv6_addresses()
+    six: dict[str, list[str]] = {}
+    lines = INET6.read_text().splitlines() if INET6.exists() else []
+    for address, *_, name in (line.split() for line in lines):
+        six.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)))
     found = []
     for _, name in socket.if_nameindex():
         addresses = (*_ipv4_address(name), *six.get(name, ()))
         flags = NET / name / "flags"
         up = bool(int(flags.read_text(), 16) & IFF_UP) if flags.exists() else True
-        found.append(Interface(name=name, addresses=addresses, up=up, megabits=_megabits(name)))
+        speed = 0
+        with suppress(OSError, ValueError):  # virtual ones have no speed, and say so by an error
+            speed = int((NET / name / "speed").read_text())
+        found.append(Interface(name=name, addresses=addresses, up=up, megabits=speed if speed > 0 else None))
     return tuple(interface for interface in found if interface.up or interface.addresses)
 
 
@@ -99,22 +99,6 @@ def _ipv4_address(name: str) -> tuple[str, ...]:
         except OSError:  # it has none
             return ()
     return (socket.inet_ntoa(answer[20:24]),)
-
-
-def _ipv6_addresses() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    lines = INET6.read_text().splitlines() if INET6.exists() else []
-    for address, *_, name in (line.split() for line in lines):
-        found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)))
-    return found
-
-
-def _megabits(name: str) -> int | None:
-    try:
-        speed = int((NET / name / "speed").read_text())
-    except (OSError, ValueError):  # virtual ones have no speed, and say so by an error
-        return None
-    return speed if speed > 0 else None
 
 
 def check_interfaces(interfaces: tuple[Interface, ...]) -> Finding:
@@ -139,8 +123,9 @@ def check_gloo_interface(interfaces: tuple[Interface, ...], variables: Mapping[s
     named = [name.strip() for name in variables.get("GLOO_SOCKET_IFNAME", "").split(",") if name.strip()]
     if named:
         return _named_interfaces(interfaces, named)
-    host = socket.gethostname()
-    addresses = _addresses_of(host)
+    host, addresses = socket.gethostname(), list[str]()
+    with suppress(OSError):
+        addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     holders = [each for each in interfaces if set(each.addresses) & set(addresses)]
     outside = [each.name for each in holders if not each.is_loopback]
     if outside:
@@ -168,13 +153,6 @@ def _named_interfaces(interfaces: tuple[Interface, ...], named: list[str]) -> Fi
     detail = f"GLOO_SOCKET_IFNAME names {', '.join(wrong)}, which is not an interface that is up and has an address"
     fix = f"set it to one of these, or unset it: {', '.join(sorted(usable)) or 'none'}"
     return judged("gloo", detail, (True, Status.FAIL, fix))
-
-
-def _addresses_of(host: str) -> list[str]:
-    try:
-        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        return []
 
 
 def check_ports() -> Finding:

@@ -17,7 +17,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.base.extras import import_extra
 from gradsync.tools.llm.text_sources import explained
 
-__all__ = ["GPT", "IGNORED", "SIZES", "CausalLM", "GPTConfig", "GPTSize", "build_model", "count_targets", "loss_of"]
+__all__ = ["GPT", "IGNORED", "SIZES", "CausalLM", "GPTConfig", "build_model", "count_targets", "loss_of"]
 
 # A target that counts for nothing, as in F.cross_entropy.
 IGNORED = -100

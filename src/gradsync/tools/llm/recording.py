@@ -7,7 +7,6 @@ import shlex
 import statistics
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,8 +51,7 @@ class RunRecorder(Listener):
             disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task("", start=False, loss="…", speed="", lost="")
-        self._line_due = 0.0
-        self._total = self._first = 0
+        self._line_due, self._total, self._first = 0.0, 0, 0
         self._transport = ""
         self._seconds: Counter[str] = Counter()
         self._smoothed_loss: float | None = None
@@ -90,8 +88,7 @@ class RunRecorder(Listener):
         self._seconds.update(record.seconds)
         self._speeds.append(record.tokens_per_second)
         self._last_loss = record.loss
-        if self._first_loss is None:
-            self._first_loss = record.loss
+        self._first_loss = record.loss if self._first_loss is None else self._first_loss
         before = self._smoothed_loss
         smoothed = record.loss if before is None else SMOOTHING * before + (1 - SMOOTHING) * record.loss
         self._smoothed_loss = smoothed
@@ -137,9 +134,13 @@ class RunRecorder(Listener):
         explanation = explain_run(self._folder.path)
         self._folder.write_summary(self._summary(outcome, explanation))
         self._folder.close()
+        call = f"from gradsync.tools.llm.report import write_report; write_report({json.dumps(str(self._folder.path))})"
+        report = (
+            f"not drawn, as the run was ended early. Go on with --resume, or draw it: python -c {shlex.quote(call)}"
+        )
         try:
             # A stopped run ends now; charts take seconds.
-            report = _later(self._folder.path) if outcome.signal else str(write_report(self._folder.path))
+            report = report if outcome.signal else str(write_report(self._folder.path))
         except ConfigurationError as error:
             # The run is over, and all of it is on disk: nothing is lost that a page written later would not show.
             report = f"none: {error}"
@@ -153,7 +154,6 @@ class RunRecorder(Listener):
 
     @property
     def _speed(self) -> float:
-        """The median of tokens a second."""
         return statistics.median(self._speeds) if self._speeds else 0.0
 
     @property
@@ -161,6 +161,9 @@ class RunRecorder(Listener):
         return time.perf_counter() - self._began
 
     def _summary(self, outcome: TrainingOutcome, explanation: Explanation | None) -> dict[str, Any]:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            memory = int(torch.cuda.max_memory_allocated())
         return {
             "step": outcome.step,
             "signal": outcome.signal,
@@ -174,7 +177,7 @@ class RunRecorder(Listener):
             "advice": None if explanation is None else [advice.cause for advice in explanation.advice],
             "replicas_equal": outcome.proof.equal,
             "digest": outcome.proof.digests[0],
-            "peak_memory_bytes": _peak_memory(),
+            "peak_memory_bytes": memory,
         }
 
     def _show_summary(self, outcome: TrainingOutcome, report: str, explanation: Explanation | None) -> None:
@@ -207,11 +210,6 @@ class RunRecorder(Listener):
         self._console.print(table, highlight=False)
 
 
-def _later(folder: Path) -> str:
-    call = f"from gradsync.tools.llm.report import write_report; write_report({json.dumps(str(folder))})"
-    return f"not drawn, as the run was ended early. Go on with --resume, or draw it: python -c {shlex.quote(call)}"
-
-
 def _config(trainer: Trainer) -> dict[str, Any]:
     accelerator = trainer.accelerator
     return {
@@ -227,9 +225,3 @@ def _config(trainer: Trainer) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
-
-
-def _peak_memory() -> int:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

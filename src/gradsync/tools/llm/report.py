@@ -13,6 +13,7 @@ Everything else in them is shown in tables unchanged. A record may cover several
 """
 
 import bisect
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,15 +32,8 @@ from gradsync.observe.explain import Explanation
 from gradsync.observe.explain.explanation import ADVICE_TITLE, gained
 from gradsync.observe.explain.explanation import NAMES as LABELS
 from gradsync.tools.llm.run_folder import Run, read_run, write_whole
-from gradsync.tools.llm.time_shares import (
-    TimeShares,
-    explain_run,
-    first_step,
-    lanes_of,
-    names_of,
-    shown_step,
-    time_shares,
-)
+from gradsync.tools.llm.time_shares import TimeShares, explain_run, first_step, lanes_of, names_of, shown_step
+from gradsync.tools.llm.time_shares import time_shares as shares_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,6 +42,7 @@ __all__ = ["write_report"]
 
 # The widths charts are drawn for: the whole column, and half of it, which is also a telephone's.
 FULL, HALF = 928, 448
+AGAIN = "python -c \"from gradsync.tools.llm.report import write_report; write_report('FOLDER')\""
 WORDS = {"None": "–", "True": "yes", "False": "no"}
 FILTERS: dict[str, Callable[..., Any]] = {
     "compact": compact,
@@ -91,7 +86,7 @@ def write_report(run_folder: Path) -> Path:
     require("jinja2")
     losses = [loss for _, loss in run.series("loss")]
     explanation = explain_run(Path(run_folder))
-    shares = time_shares(run, explanation)
+    shares = shares_of(run, explanation)
     charts = [chart for make in (_loss, _throughput, _norm, _rate) for chart in make(run)]
     charts += [*_time(shares, explanation), *_ranks(run, explanation)]
     page = render(
@@ -132,14 +127,11 @@ def _draw(charts: Sequence[Chart]) -> str:
                     hover = read_out(figure, chart.hints) if chart.hints else None
                     chart.svgs[width] = page_svg(svg, slug=slug, title=title, hover=hover)
     except ConfigurationError as error:
-        return f"There are no charts on this page: {error} Then write it again: {_AGAIN}"
+        return f"There are no charts on this page: {error} Then write it again: {AGAIN}"
     except Exception as error:
         # Whatever is wrong with a picture, the training that it shows has done its work.
         return f"Not all charts could be drawn: {type(error).__name__}: {error}"
     return ""
-
-
-_AGAIN = "python -c \"from gradsync.tools.llm.report import write_report; write_report('FOLDER')\""
 
 
 def _name_of(value: Any, otherwise: str) -> str:
@@ -149,11 +141,9 @@ def _name_of(value: Any, otherwise: str) -> str:
 
 
 def _seconds(run: Run) -> float:
-    total, before = 0.0, 0.0
-    for _, now in run.series("time"):
-        # The clock of a resumed run may begin at 0 again.
-        total += now - before if now >= before else now
-        before = now
+    times = [0.0, *(now for _, now in run.series("time"))]
+    # The clock of a resumed run may begin at 0 again.
+    total = sum(now - before if now >= before else now for before, now in itertools.pairwise(times))
     # The summary knows what came after the last step, but of a resumed run only the last part.
     return max(total, float(run.summary.get("seconds") or 0.0))
 
@@ -167,25 +157,22 @@ def _loss(run: Run) -> Iterator[Chart]:
     if not raw and not checks:
         return
     finite = [(step, loss) for step, loss in raw if math.isfinite(loss)]
+    halfway = None
+    if len(finite) >= 20:
+        # The step by which half of the fall was done.
+        first, middle = finite[0][1], (finite[0][1] + finite[-1][1]) / 2
+        halfway = next((step for step, loss in _smooth(finite) if loss <= middle < first), None)
     facts = {
         "finite": finite,
         "measured": [(loss, step) for step, loss in checks if math.isfinite(loss)],
         "gaps": [step for step, loss in raw if not math.isfinite(loss)],
         "tail": statistics.fmean(loss for _, loss in finite[-10:]) if len(finite) > 20 else None,
-        "halfway": _halfway(finite),
+        "halfway": halfway,
     }
     lines = _smoothed("training", raw, "blue")
     if checks:
         lines.append(Series(label="validation", points=checks, colour=colour("vermillion"), style="dots"))
     yield _lines("loss", "Loss", "loss, nats per token", raw, lines, facts, form="loss {:.4f}", height=340)
-
-
-def _halfway(finite: Sequence[Point]) -> float | None:
-    """The step by which half of the fall was done."""
-    if len(finite) < 20:
-        return None
-    first, middle = finite[0][1], (finite[0][1] + finite[-1][1]) / 2
-    return next((step for step, loss in _smooth(finite) if loss <= middle < first), None)
 
 
 def _throughput(run: Run) -> Iterator[Chart]:
@@ -298,14 +285,13 @@ def _ranks(run: Run, explanation: Explanation | None) -> Iterator[Chart]:
     if explanation is None:
         return
     step, lanes = shown_step(explanation), lanes_of(explanation)
+    last = step.collectives[-1] if step.collectives else ()
     facts = {
         "step": first_step(run, explanation) + step.number,
         "seconds": step.seconds,
         "ranks": len(step.ranks),
         "shown": sum(not lane.narrow for lane in lanes),
-        "last": None
-        if not step.collectives or not step.collectives[-1]
-        else explanation.timeline.members[step.collectives[-1][-1].last],
+        "last": explanation.timeline.members[last[-1].last] if last else None,
         "error": max(each.header.clock.error or 0.0 for each in explanation.timeline.recordings),
     }
     draw = partial(draw_lanes, lanes=lanes, names=names_of())

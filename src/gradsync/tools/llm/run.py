@@ -18,10 +18,10 @@ from gradsync.observe.recording.files import file_name, lines_of, write_lines
 from gradsync.tools.llm.recording import RunRecorder
 from gradsync.tools.llm.run_folder import SUMMARY, RunFolder, read_json
 from gradsync.tools.llm.settings import TrainSettings
-from gradsync.tools.llm.tokens import TokenFile, prepare_tokens
+from gradsync.tools.llm.tokens import prepare_tokens
 from gradsync.tools.llm.trainer import Interruption, Listener, Trainer, TrainingOutcome, make_accelerator
 
-__all__ = ["ElasticTrainer", "run", "run_elastic"]
+__all__ = ["run", "run_elastic"]
 
 T = TypeVar("T")
 
@@ -37,12 +37,10 @@ def run(settings: TrainSettings, *, cpu: bool = False) -> TrainingOutcome:
         # Rank 0 may have to build the token file; the others find it there.
         _on_main(accelerator, lambda: prepare_tokens(settings.data, tokenizer=settings.tokenizer))
         tokens = prepare_tokens(settings.data, tokenizer=settings.tokenizer)
-        folder = _on_main(
-            accelerator,
-            lambda: RunFolder(settings.run_folder, resume=settings.resume),
-        )
+        place, resumes = settings.run_folder, settings.resume
+        folder = _on_main(accelerator, lambda: RunFolder(place, resume=resumes))
         # What an earlier life of the run has recorded may be of other ranks.
-        _on_main(accelerator, lambda: shutil.rmtree(settings.run_folder / RECORDING, ignore_errors=True))
+        _on_main(accelerator, lambda: shutil.rmtree(place / RECORDING, ignore_errors=True))
         trainer = Trainer(settings, accelerator, recorder, tokens)
         recording = None if folder is None else RunRecorder(folder)
         outcome = trainer.run(recording)
@@ -94,13 +92,10 @@ class ElasticTrainer(Trainer):
         return self.accelerator.environment.world_size
 
     def run(self, listener: Listener | None = None) -> TrainingOutcome:
-        """Train to the end, or until a signal asks any rank to stop; a checkpoint is written in both cases.
-
-        Rank 0 of each generation records into the run's folder.
-        """
+        """Train as the base class does. Rank 0 of each generation records into the run's folder."""
         elastic = self.accelerator.elastic
         elastic.step = self.step
-        elastic.before_meeting(lambda: self._records.learn(self._heartbeat.read(), everything=True))
+        elastic.before_meeting(self._before_meeting)
         elastic.on_meeting(self._go_on_with)
         with self._metrics:
             signal = self._train()
@@ -119,15 +114,16 @@ class ElasticTrainer(Trainer):
             for attempt in elastic.attempts(self.total_steps):
                 began_at = elastic.step
                 with attempt:
-                    signal = self._now_and_then(self._records) if began_at > 0 else 0
-                    pulse = self._train_step(interruption.signal, self._records)
-                    self._records.learn(pulse)
-                    signal = signal or (0 if pulse is None else pulse.signal)
+                    signal = self._now_and_then() if began_at > 0 else 0
+                    signal = self._train_step(interruption.signal) or signal
                 self.step = elastic.step
                 if signal and elastic.has_met:
                     break
                 signal = 0
         return signal
+
+    def _before_meeting(self) -> None:
+        self._records.flush()
 
     def _go_on_with(self, generation: Generation) -> None:
         """The ranks have agreed on a new generation."""
@@ -136,10 +132,14 @@ class ElasticTrainer(Trainer):
         self.transport = str(self.accelerator.models.attachment_of(self.model).transport)
         self.share_windows()
         self.saving.open()
-        if not self.accelerator.is_main_process:
-            self._stop_recording()
-        elif self._recording is None:
-            self._start_recording(generation)
+        if self.accelerator.is_main_process and self._recording is None:
+            is_new = generation.number == 1 and not self.settings.resume
+            folder = RunFolder(self.settings.run_folder, resume=not is_new)
+            self._listener = self._recording = RunRecorder(folder)
+            self._recording.began(self, self.notes)
+        elif not self.accelerator.is_main_process and self._recording is not None:
+            self._recording.hand_over()
+            self._listener, self._recording = Listener(), None
         self._records = self._new_records()
         if self._former:
             before, now = len(self._former), len(generation.members)
@@ -157,26 +157,14 @@ class ElasticTrainer(Trainer):
                 "nothing left to do here"
             )
 
-    def _start_recording(self, generation: Generation) -> None:
-        is_new = generation.number == 1 and not self.settings.resume
-        folder = RunFolder(self.settings.run_folder, resume=not is_new)
-        self._listener = self._recording = RunRecorder(folder)
-        self._recording.began(self, self.notes)
-
-    def _stop_recording(self) -> None:
-        if self._recording is not None:
-            self._recording.hand_over()
-        self._listener, self._recording = Listener(), None
-
 
 def run_elastic(settings: TrainSettings, *, cpu: bool = False, elastic: Elastic | None = None) -> TrainingOutcome:
     """Train on this rank, with others that come and go."""
-    chosen = elastic or Elastic(min_ranks=settings.min_ranks)
-    recorder = Recorder()
-    accelerator = make_accelerator(settings, recorder, cpu=cpu, elastic=chosen)
+    recorder, elastic = Recorder(), elastic or Elastic(min_ranks=settings.min_ranks)
+    accelerator = make_accelerator(settings, recorder, cpu=cpu, elastic=elastic)
     try:
         # Every rank by itself: who comes later must not wait for who is training, and the file gets its name complete.
-        tokens: TokenFile = prepare_tokens(settings.data, tokenizer=settings.tokenizer)
+        tokens = prepare_tokens(settings.data, tokenizer=settings.tokenizer)
         return ElasticTrainer(settings, accelerator, recorder, tokens).run()
     finally:
         accelerator.elastic.close()

@@ -26,7 +26,7 @@ from typing import Any
 from gradsync.base.errors import ConfigurationError, GradsyncError
 from gradsync.base.files import PARTIAL, whole_file
 
-__all__ = ["CONFIG", "METRICS", "SUMMARY", "Run", "RunFolder", "read_json", "read_metrics", "read_run", "write_whole"]
+__all__ = ["SUMMARY", "Run", "RunFolder", "read_json", "read_metrics", "read_run", "write_whole"]
 
 CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
 KINDS = ("step", "validation", "note")
@@ -53,15 +53,13 @@ class RunFolder(AbstractContextManager["RunFolder"]):
     def _check_content(self, *, resume: bool) -> None:
         # A run that failed before its first step leaves empty files and folders; they are nobody's work.
         names = sorted(entry.name for entry in self.path.iterdir() if _holds_something(entry))
-        if not names:
-            return
         shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-        if not resume:
+        if names and not resume:
             raise ConfigurationError(
                 f"a new run needs a folder that is new or empty, but {self.path} holds {shown}. Choose another "
                 "--run-folder, or go on with the run in this one by --resume"
             )
-        if CONFIG not in names and METRICS not in names:
+        if names and CONFIG not in names and METRICS not in names:
             raise ConfigurationError(
                 f"expected a run to resume in {self.path}, with a {CONFIG} or a {METRICS}, but it holds {shown}. "
                 "Give the --run-folder of the run, or start a new one elsewhere without --resume"
@@ -172,15 +170,15 @@ def read_run(folder: Path) -> Run:
             f"gradsync train wrote to."
         )
     records = read_metrics(folder) if (folder / METRICS).exists() else []
-    kinds = {kind: [record for record in records if record["kind"] == kind] for kind in KINDS}
+    in_order = sorted(records, key=lambda record: int(record["step"]))
     return Run(
         name=folder.resolve().name,
         config=config or {},
         summary=summary or {},
         finished=summary is not None,
-        steps=sorted(kinds["step"], key=lambda record: int(record["step"])),
-        validations=sorted(kinds["validation"], key=lambda record: int(record["step"])),
-        notes=kinds["note"],
+        steps=[record for record in in_order if record["kind"] == "step"],
+        validations=[record for record in in_order if record["kind"] == "validation"],
+        notes=[record for record in records if record["kind"] == "note"],
     )
 
 
@@ -272,9 +270,8 @@ def _clear_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         remedy = "Choose a folder this user can write to."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = (
-                "Free some space, or move the folder to a larger disk, then resume: what was recorded so far is whole."
-            )
+            remedy = "Free some space, or move the folder to a larger disk, then resume: what was recorded so far is "
+            remedy += "whole."
         elif isinstance(error, FileExistsError | NotADirectoryError):
             remedy = "Give a folder; there is a file of that name."
         elif isinstance(error, FileNotFoundError):

@@ -16,7 +16,7 @@ from gradsync.core.window.skip_vote import ON_BAD_STEP, OnBadStep
 from gradsync.optim.local_steps import is_local_steps, local_steps_by_name
 from gradsync.tools.metrics.choose import SINKS, check_sinks
 
-__all__ = ["HEADINGS", "RANKS", "Precision", "TrainOption", "TrainSettings", "option_of", "setting"]
+__all__ = ["HEADINGS", "RANKS", "TrainOption", "TrainSettings", "option_of"]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
@@ -83,7 +83,7 @@ class TrainSettings:
     reduction: str = RANKS(
         "mean",
         "How gradients are sent: mean, bf16, fp16, int8, int4, int2, sign, low-rank:4, top-k:0.01, auto, local:16, "
-        "diloco:32, diloco:32:top-k:0.02:int2.",
+        "diloco:32, diloco:32:int2.",
     )
     shard_optimizer: bool = RANKS(
         False, "Divide the update among ranks, and gather parameters during the next forward."
@@ -112,14 +112,7 @@ class TrainSettings:
             if value is not None and not accepts(value):
                 raise ConfigurationError(f"{option_of(each.name)} must be {expected}, got {value!r}")
         self._check_reduction()
-        self._check_elastic()
-        try:
-            Overlapping(shards=self.shard_optimizer, overlap=self.overlap)
-        except ConfigurationError as error:
-            raise ConfigurationError(
-                f"--shard-optimizer and --overlap {self.overlap} exclude each other: new parameters of a sharded "
-                "optimizer are gathered behind the next forward. Leave one of them out"
-            ) from error
+        self._check_together()
         if self.steps is not None and self.epochs is not None:
             raise ConfigurationError(f"give --steps ({self.steps}) or --epochs ({self.epochs}), not both")
 
@@ -129,24 +122,30 @@ class TrainSettings:
         except ConfigurationError as error:
             others = "" if self.local_steps else "local:STEPS, diloco:STEPS, or else "
             raise ConfigurationError(f"--reduction {others}{error}") from None
-        if self.local_steps is not None and (self.shard_optimizer or self.overlap not in (None, "backward")):
-            other = "--shard-optimizer" if self.shard_optimizer else f"--overlap {self.overlap}"
-            raise ConfigurationError(
-                f"--reduction {self.reduction} and {other} exclude each other: who steps locally has no means to wait "
-                "for, and needs the whole state of the optimizer"
-            )
 
-    def _check_elastic(self) -> None:
-        wrong = [
-            *(["--shard-optimizer"] if self.shard_optimizer else []),
-            *([f"--overlap {self.overlap}"] if self.overlap not in (None, "backward") else []),
-            *([f"--reduction {self.reduction}"] if self.local_steps is not None else []),
-        ]
-        if self.elastic and wrong:
+    def _check_together(self) -> None:
+        """Refuse settings that exclude each other."""
+        overlap, local = f"--overlap {self.overlap}", f"--reduction {self.reduction}"
+        found = ["--shard-optimizer"] if self.shard_optimizer else []
+        found += [overlap] if self.overlap not in (None, "backward") else []
+        if self.local_steps is not None and found:
             raise ConfigurationError(
-                f"--elastic and {wrong[0]} exclude each other: a rank that is lost would take something along that the "
+                f"{local} and {found[0]} exclude each other: who steps locally has no means to wait for, and needs the "
+                "whole state of the optimizer"
+            )
+        found += [local] if self.local_steps is not None else []
+        if self.elastic and found:
+            raise ConfigurationError(
+                f"--elastic and {found[0]} exclude each other: a rank that is lost would take something along that the "
                 "others have not got"
             )
+        try:
+            Overlapping(shards=self.shard_optimizer, overlap=self.overlap)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"--shard-optimizer and {overlap} exclude each other: new parameters of a sharded optimizer are "
+                "gathered behind the next forward. Leave one of them out"
+            ) from error
         if not self.elastic and self.min_ranks != 1:
             raise ConfigurationError(
                 f"--min-ranks {self.min_ranks} says when --elastic ranks go on; without --elastic all are needed"

@@ -19,15 +19,7 @@ from typing import Any, BinaryIO
 from gradsync.base.errors import ConfigurationError
 from gradsync.base.extras import import_extra
 
-__all__ = [
-    "FileSource",
-    "HuggingFaceSource",
-    "TextSource",
-    "blocks_of",
-    "explained",
-    "open_source",
-    "stamp_of",
-]
+__all__ = ["TextSource", "blocks_of", "explained", "open_source", "stamp_of"]
 
 STDLIB_BYTES = 16_000_000
 # Not read into the source "stdlib": tests, what is installed beside the library, and data with the suffix of code.

@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.observe.charts.canvas import PARTS
@@ -26,15 +25,7 @@ from gradsync.observe.recording import find_recordings, read_recordings
 from gradsync.tools.llm.run_folder import Run
 from gradsync.tools.llm.step_records import PHASES
 
-__all__ = [
-    "TimeShares",
-    "explain_run",
-    "first_step",
-    "lanes_of",
-    "names_of",
-    "shown_step",
-    "time_shares",
-]
+__all__ = ["TimeShares", "explain_run", "first_step", "lanes_of", "names_of", "shown_step", "time_shares"]
 
 LOGGER = logging.getLogger("gradsync")
 
@@ -70,18 +61,18 @@ def time_shares(run: Run, explanation: Explanation | None) -> TimeShares | None:
     if explanation is None:
         return _of_phases(run)
     mean, begin = explanation.split.mean, first_step(run, explanation)
-    rows = []
-    for merged in explanation.timeline.recorded:
-        parts = step_parts(merged)
-        rows.append((begin + merged.number, [float(getattr(parts, name)) for name in STEP_PARTS]))
-    wire = (mean.turn + mean.exposed) / mean.step
-    return _shares(
-        dict(explanation.parts()), rows, stride=1, waits={"other ranks": mean.waiting / mean.step, "the wire": wire}
-    )
+    steps = ((merged.number, vars(step_parts(merged))) for merged in explanation.timeline.recorded)
+    rows = [(begin + number, [parts[name] for name in STEP_PARTS]) for number, parts in steps]
+    waits = {"other ranks": mean.waiting / mean.step, "the wire": (mean.turn + mean.exposed) / mean.step}
+    return _shares(dict(explanation.parts()), rows, stride=1, waits=waits)
 
 
 def _of_phases(run: Run) -> TimeShares | None:
-    rows = [(int(record["step"]), _phases(record)) for record in run.steps]
+    rows = []
+    for record in run.steps:
+        known = record.get("seconds") or {}
+        values = [float(known.get(phase) or 0.0) for phase in PHASES]
+        rows.append((int(record["step"]), [each if math.isfinite(each) and each > 0 else 0.0 for each in values]))
     rows = [(step, seconds) for step, seconds in rows if sum(seconds) > 0]
     if not rows:
         return None
@@ -94,12 +85,6 @@ def first_step(run: Run, explanation: Explanation) -> int:
     """What the run calls the first step of its recording, which starts again where the run was resumed."""
     last = int(run.steps[-1]["step"]) if run.steps else 0
     return max(0, last - explanation.timeline.recordings[0].total) + 1
-
-
-def _phases(record: Mapping[str, Any]) -> list[float]:
-    seconds = record.get("seconds") or {}
-    values = [float(seconds.get(phase) or 0.0) for phase in PHASES]
-    return [value if math.isfinite(value) and value > 0 else 0.0 for value in values]
 
 
 def _shares(
@@ -150,20 +135,15 @@ def lanes_of(explanation: Explanation) -> list[Lane]:
     """Two lanes a rank: what it did, and what the wire carried meanwhile."""
     step = shown_step(explanation)
     origin = min(each.begin for each in step.ranks)
-    lanes = []
-    for place in _places(len(step.ranks)):
+    lanes, count = [], len(step.ranks)
+    shown = min(count, MOST_RANKS)
+    for place in sorted({round(number * (count - 1) / max(1, shown - 1)) for number in range(shown)}):
         rank = explanation.timeline.members[place]
         lanes.append(Lane(name=f"rank {rank}", stretches=list(_doing(explanation, step, place, origin))))
         wire = list(_carried(explanation, step, place, origin))
         if wire:
             lanes.append(Lane(name="wire", stretches=wire, narrow=True))
     return lanes
-
-
-def _places(count: int) -> list[int]:
-    if count <= MOST_RANKS:
-        return list(range(count))
-    return sorted({round(number * (count - 1) / (MOST_RANKS - 1)) for number in range(MOST_RANKS)})
 
 
 def _doing(explanation: Explanation, merged: MergedStep, place: int, origin: float) -> Iterator[Stretch]:
@@ -198,10 +178,9 @@ def _carried(explanation: Explanation, merged: MergedStep, place: int, origin: f
             begin, end = max(each.begin, each.free[place]), each.ends[place]
             bucket = layout[each.index] if each.index < len(layout) else None
             what = "" if bucket is None else f", {size(bucket.nbytes)}, {bucket.parameters[0]} …"
-            words = (
-                f"bucket {each.index}{what}: {duration(end - begin)} on the wire; rank {members[each.last]} came last"
-            )
-            yield Stretch(begin=begin - origin, end=end - origin, colour=PARTS["hidden"], hint=words)
+            words = f"{what}: {duration(end - begin)} on the wire; rank {members[each.last]} came last"
+            hint = f"bucket {each.index}{words}"
+            yield Stretch(begin=begin - origin, end=end - origin, colour=PARTS["hidden"], hint=hint)
     for gather in merged.ranks[place].gathers:
         if gather.end is not None and gather.end > origin:
             words = f"bucket {gather.index}: new parameters, {duration(gather.end - gather.start)}"

@@ -32,16 +32,7 @@ from gradsync.base.extras import import_extra
 from gradsync.base.files import whole_file
 from gradsync.tools.llm.text_sources import TextSource, blocks_of, explained, open_source, stamp_of
 
-__all__ = [
-    "BYTES",
-    "BatchPlan",
-    "Batches",
-    "MicroBatch",
-    "TokenFile",
-    "default_cache_folder",
-    "prepare_tokens",
-    "validation_batches",
-]
+__all__ = ["BatchPlan", "Batches", "MicroBatch", "TokenFile", "prepare_tokens", "validation_batches"]
 
 BYTES = 256
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32}
@@ -127,10 +118,7 @@ def _key(spec: str, source: TextSource, tokenizer: str | None) -> str:
 class ByteCodec:
     """A token is a byte."""
 
-    vocab_size = BYTES
-    dtype = "uint8"
-    separator = b"\0"
-    name = "bytes"
+    vocab_size, dtype, separator, name = BYTES, "uint8", b"\0", "bytes"
 
     def encode(self, document: bytes) -> Iterator[bytes]:
         yield document
@@ -141,14 +129,11 @@ class TokenizerCodec:
 
     def __init__(self, name: str) -> None:
         transformers = import_extra("transformers", f"--tokenizer {name}")
-        self.name = name
-        folder = Path(name).expanduser()
-        local = folder.is_dir()
+        self.name, folder = name, Path(name).expanduser()
+        place, local = str(folder) if folder.is_dir() else name, folder.is_dir()
         advice = ". Expected a name of the hub, or a folder that save_pretrained wrote"
         with explained(f"--tokenizer {name!r} cannot be loaded by transformers", advice):
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                str(folder) if local else name, local_files_only=local
-            )
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(place, local_files_only=local)
         self.vocab_size = len(self._tokenizer)
         self.dtype = "uint8" if self.vocab_size <= 1 << 8 else "uint16" if self.vocab_size <= 1 << 16 else "uint32"
         end = self._tokenizer.eos_token_id
@@ -193,12 +178,8 @@ def _write(file: BinaryIO, source: TextSource, codec: ByteCodec | TokenizerCodec
     length = file.tell() // DTYPES[codec.dtype].itemsize
     if not length:
         raise ConfigurationError(f"there is no text in {source.description}: everything in it is empty")
-    facts = {
-        "length": length,
-        "dtype": codec.dtype,
-        "vocab_size": codec.vocab_size,
-        "description": f"{source.description}; {length:,} tokens of {codec.vocab_size:,} kinds ({codec.name})",
-    }
+    description = f"{source.description}; {length:,} tokens of {codec.vocab_size:,} kinds ({codec.name})"
+    facts = {"length": length, "dtype": codec.dtype, "vocab_size": codec.vocab_size, "description": description}
     encoded = json.dumps(facts).encode()
     file.write(encoded + TAIL.pack(len(encoded), MAGIC))
 
@@ -209,16 +190,11 @@ MicroBatch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """The plan of how tokens become windows.
+    """How tokens become windows: ``global_batch`` sequences each, over all ranks, in micro-batches of ``micro_batch``
+    at most, in an order that ``seed`` determines.
 
-    sequence_length
-        tokens the model reads at once. A sample is one longer: the targets are the inputs, shifted by one.
-    global_batch
-        sequences in a window, over all ranks.
-    micro_batch
-        sequences in a micro-batch, at most.
-    seed
-        of the permutations.
+    The model reads ``sequence_length`` tokens at once. A sample is one longer: the targets are the inputs, shifted by
+    one.
     """
 
     sequence_length: int
@@ -231,9 +207,7 @@ class Batches:
     """One rank's part of every window. More ranks than ``global_batch`` are allowed: some have nothing to do then."""
 
     def __init__(self, tokens: Tensor, plan: BatchPlan, rank: int, world_size: int) -> None:
-        self.plan = plan
-        self._rank = rank
-        self._world_size = world_size
+        self.plan, self._rank, self._world_size = plan, rank, world_size
         self._samples = _samples_of(tokens, plan)
         if plan.global_batch > len(self._samples):
             raise ConfigurationError(

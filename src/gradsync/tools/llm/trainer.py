@@ -29,11 +29,11 @@ from gradsync.observe.metrics import StepMetrics
 from gradsync.observe.recording import Recorder, loading
 from gradsync.tools.llm.model import build_model, count_targets, loss_of
 from gradsync.tools.llm.settings import TrainSettings, option_of
-from gradsync.tools.llm.step_records import Heartbeat, Pulse, StepRecord, StepRecords
+from gradsync.tools.llm.step_records import StepRecord, StepRecords
 from gradsync.tools.llm.tokens import Batches, BatchPlan, MicroBatch, TokenFile, validation_batches
 from gradsync.tools.metrics import SinkPlace, open_sinks
 
-__all__ = ["Listener", "ReplicaProof", "Trainer", "TrainingOutcome", "make_accelerator"]
+__all__ = ["Listener", "Trainer", "TrainingOutcome", "make_accelerator"]
 
 DEFAULT_STEPS = 130
 VALIDATION_BATCHES = 8
@@ -128,9 +128,15 @@ class Trainer:
         self.total_steps = settings.steps or DEFAULT_STEPS
         if settings.epochs is not None:
             self.total_steps = max(1, round(settings.epochs * self.batches.windows_per_epoch))
-        optimizer = torch.optim.AdamW(
-            _groups(model, settings.weight_decay), lr=settings.learning_rate, betas=(0.9, 0.95)
-        )
+        # Matrices decay, vectors (biases, norms) do not.
+        decays: list[Any] = [[], []]
+        for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+            decays[parameter.dim() >= 2].append(parameter)
+        groups = [
+            {"params": decays[1], "weight_decay": settings.weight_decay},
+            {"params": decays[0], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_cosine(settings.warmup, self.total_steps))
         self.plain_model = model
         self.model, self.optimizer, self.scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -153,9 +159,8 @@ class Trainer:
 
     def share_windows(self) -> None:
         """Share windows out among the ranks there are now."""
-        accelerator = self.accelerator
-        self.batches = Batches(self._tokens, self.plan, accelerator.process_index, accelerator.num_processes)
-        self._heartbeat = Heartbeat(accelerator.world.communicator)
+        ranks = self.accelerator
+        self.batches = Batches(self._tokens, self.plan, ranks.process_index, ranks.num_processes)
 
     # -- the run -----------------------------------------------------------------------------------------------
 
@@ -194,16 +199,17 @@ class Trainer:
         together(self.accelerator.world.communicator, "open what --metrics names", open_them)
 
     def _conclude(self, signal: int) -> TrainingOutcome:
+        """Validate, unless a signal has stopped the run, and compare the replicas."""
         if not signal:
             self.validate()
         proof = compare_replicas(self.plain_model, self.accelerator.world.communicator)
         return TrainingOutcome(step=self.step, signal=signal, proof=proof, validation_loss=self._validation_loss)
 
     def _new_records(self) -> StepRecords:
-        on_gpu = self.accelerator.device.type == "cuda"
         # Of steps whose loss the other ranks have not told yet. On a GPU they are read with it: reading waits.
         self._measured: dict[int, dict[str, float]] = {}
-        return StepRecords(self._recorder, self._stepped, on_gpu=on_gpu)
+        communicator, on_gpu = self.accelerator.world.communicator, self.accelerator.device.type == "cuda"
+        return StepRecords(communicator, self._recorder, self._stepped, on_gpu=on_gpu)
 
     def _stepped(self, record: StepRecord) -> None:
         self._listener.stepped(record)
@@ -214,21 +220,17 @@ class Trainer:
 
     def _train(self) -> int:
         """Run all steps. Returns the signal that has ended them, or 0."""
-        records, signal = self._new_records(), 0
+        self._records, signal = self._new_records(), 0
         with Interruption() as interruption:
             while self.step < self.total_steps and not signal:
-                pulse = self._train_step(interruption.signal, records)
-                records.learn(pulse)
-                signal = pulse.signal if pulse is not None else 0
+                signal = self._train_step(interruption.signal)
                 if not signal and self.step < self.total_steps:
-                    signal = self._now_and_then(records)
-            last = self._heartbeat.read()
-            records.learn(last, everything=True)
-        if last is not None and self.step < self.total_steps:
-            signal = signal or last.signal
-        return signal
+                    signal = self._now_and_then()
+            last = self._records.flush()
+        return signal or (last if self.step < self.total_steps else 0)
 
-    def _train_step(self, signal: int, records: StepRecords) -> Pulse | None:
+    def _train_step(self, signal: int) -> int:
+        """Run a step, and send it with the signal of this rank. Returns that of any rank in the step before."""
         began = time.perf_counter()
         with loading():
             batches = [self._placed(batch) for batch in self.batches.window(self.step)]
@@ -249,25 +251,22 @@ class Trainer:
         self.step += 1
         if self._metrics.active and self.accelerator.device.type == "cpu":
             self._measured[self.step] = self._metrics.read()
-        pulse = self._heartbeat.beat(total, tokens, signal)
-        records.add(self.step, norm, rate, time.perf_counter() - began)
-        return pulse
+        answer = self._records.send(total, tokens, signal)
+        self._records.add(self.step, norm, rate, time.perf_counter() - began)
+        return answer
 
     def _placed(self, batch: MicroBatch) -> MicroBatch:
-        device = self.accelerator.device
-        if device.type == "cpu":
+        if self.accelerator.device.type == "cpu":
             return batch
-        inputs, targets = (tensor.pin_memory().to(device, non_blocking=True) for tensor in batch)
+        inputs, targets = (each.pin_memory().to(self.accelerator.device, non_blocking=True) for each in batch)
         return inputs, targets
 
-    def _now_and_then(self, records: StepRecords) -> int:
+    def _now_and_then(self) -> int:
         """Save and validate when it is time. Returns the signal that any rank has received meanwhile, or 0."""
         signal = 0
         if self.step % self.settings.checkpoint_every == 0:
             # Before it is saved: a run that resumes here does not repeat this step, and would never record it.
-            pulse = self._heartbeat.read()
-            records.learn(pulse, everything=True)
-            signal = 0 if pulse is None else pulse.signal
+            signal = self._records.flush()
             self._save()
         if self.step % self.settings.validate_every == 0:
             self.validate()
@@ -280,19 +279,18 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> None:
         """Measures the mean loss over part of the validation text, shared out among the ranks."""
-        accelerator = self.accelerator
+        accelerator, communicator = self.accelerator, self.accelerator.world.communicator
         self.plain_model.eval()
-        numbers = torch.zeros(2, dtype=torch.float64, device=accelerator.world.communicator.device)
-        for batch in validation_batches(
-            self._validation, self.plan, VALIDATION_BATCHES, accelerator.process_index, accelerator.num_processes
-        ):
+        numbers = torch.zeros(2, dtype=torch.float64, device=communicator.device)
+        ranks = accelerator.process_index, accelerator.num_processes
+        for batch in validation_batches(self._validation, self.plan, VALIDATION_BATCHES, *ranks):
             inputs, targets = self._placed(batch)
             with accelerator.autocast():
                 loss = loss_of(self.plain_model(inputs), targets)
             count = count_targets(targets)
             numbers += torch.tensor([loss.item() * count, count], dtype=torch.float64, device=numbers.device)
         self.plain_model.train()
-        accelerator.world.communicator.all_reduce(numbers).wait()
+        communicator.all_reduce(numbers).wait()
         total, count = numbers.tolist()
         self._validation_loss = total / count if count else float("nan")
         self._listener.validated(self.step, self._validation_loss)
@@ -330,15 +328,6 @@ def make_accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(scheduler_steps="once"),
         kwargs_handlers=[DistributedDataParallelKwargs(policy=policy)],
     )
-
-
-def _groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The groups of parameters: matrices decay, vectors (biases, norms) do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
 
 
 def warmup_cosine(warmup: int, total: int, *, floor: float = 0.1) -> Callable[[int], float]:
@@ -425,10 +414,9 @@ class TrainingCheckpoints:
 
     def restore(self) -> int:
         """Bring everything prepared into the state of the checkpoint; returns its step, or 0."""
-        loaded, accelerator = self.loaded, self._accelerator
-        step = 0 if loaded is None else loaded.step
+        loaded, accelerator, step = self.loaded, self._accelerator, self.latest or 0
         if loaded is None or not restore_prepared(accelerator.prepared, loaded, accelerator.num_processes):
-            # Other numbers on every rank, the same ones whenever this step is resumed on this rank.
+            # Different numbers on every rank, the same ones whenever this step is resumed on this rank.
             seed = self._settings.seed + 7919 * (accelerator.process_index + 1) + step
             torch.manual_seed(seed)
             random.seed(seed)

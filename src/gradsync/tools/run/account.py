@@ -14,13 +14,7 @@ from gradsync.communicator.logs import name_missing_ranks
 from gradsync.observe.charts.numbers import count, duration, size
 
 __all__ = [
-    "Account",
-    "Kind",
-    "WrapperAccount",
-    "account_path",
-    "find_accounts",
-    "read_account",
-    "summarize",
+    *("Account", "Kind", "WrapperAccount", "account_path", "find_accounts", "read_account", "summarize"),
     "write_account",
 ]
 
@@ -144,7 +138,10 @@ def summarize(accounts: Sequence[Account], script: str, *, times: bool = True) -
     lines += _where_time_went(first, accounts, times=times)
     for wrapper in first.wrappers:
         lines += _of_wrapper(wrapper, first)
-    lines += _of_calls(first)
+    if first.called:
+        most_first = sorted(first.called.items(), key=lambda each: -each[1])
+        calls = ", ".join(f"{number} {name}" for name, number in most_first)
+        lines.append(f"started through torch.distributed beside these: {calls}")
     return lines
 
 
@@ -168,14 +165,11 @@ def _where_time_went(first: Account, accounts: Sequence[Account], *, times: bool
         share = own / first.total if first.total else 0.0
         if share < MORE_THAN_NOTHING and phase != REST:
             continue
-        spread = _spread([account.seconds.get(phase, 0.0) / account.steps for account in accounts if account.steps])
+        means = [account.seconds.get(phase, 0.0) / account.steps for account in accounts if account.steps]
+        spread = f"  ({duration(min(means))} to {duration(max(means))} over the ranks)" if len(means) > 1 else ""
         name = "all else" if phase == REST else phase
         lines.append(f"  {name:10}{share:6.1%}  {duration(own / first.steps):>9}{spread}")
     return lines
-
-
-def _spread(seconds: Sequence[float]) -> str:
-    return f"  ({duration(min(seconds))} to {duration(max(seconds))} over the ranks)" if len(seconds) > 1 else ""
 
 
 def _of_wrapper(wrapper: WrapperAccount, account: Account) -> list[str]:
@@ -211,13 +205,6 @@ def _wasted(wrapper: WrapperAccount, account: Account) -> list[str]:
         gain = lost / account.total if account.total else 0.0
         lines.append(f"  to gain: about {duration(lost / wrapper.steps)} a step, {gain:.0%}, with this transport")
     return lines
-
-
-def _of_calls(account: Account) -> list[str]:
-    if not account.called:
-        return []
-    calls = ", ".join(f"{number} {name}" for name, number in sorted(account.called.items(), key=lambda each: -each[1]))
-    return [f"started through torch.distributed beside these: {calls}"]
 
 
 def _plural(number: float, noun: str) -> str:

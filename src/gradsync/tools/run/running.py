@@ -45,14 +45,7 @@ from gradsync.tools.run.account import BACKWARD, DATA, FORWARD, OPTIMIZER, REST,
 from gradsync.tools.run.startup.sitecustomize import CHILD_SETTINGS, after_import
 from gradsync.tools.run.wrappers import PhaseClock, WatchedWrapper, watched
 
-__all__ = [
-    "ChildSettings",
-    "Running",
-    "begin_started",
-    "begin_with_children",
-    "is_library",
-    "warn_if_ranks_are_started",
-]
+__all__ = ["ChildSettings", "begin_with_children", "is_library", "warn_if_ranks_are_started"]
 
 # Functions of torch.distributed that are counted. Only the names there are replaced, which scripts look up: torch's own
 # functions call each other below them, so `all_gather_object` is one call and not the three it makes.
@@ -83,13 +76,11 @@ class Running:
         self._wrappers: list[WatchedWrapper] = []
         # Beside the wrappers, which may be copied and pickled.
         self._found: weakref.WeakKeyDictionary[Any, WatchedWrapper] = weakref.WeakKeyDictionary()
-        self._steps = 0
-        try:
+        self._steps, self._rank, self._world_size = 0, 0, 1
+        # Refused are those of a launcher that the script may well understand.
+        with contextlib.suppress(ConfigurationError):
             environment = read_environment()
             self._rank, self._world_size = environment.rank, environment.world_size
-        except ConfigurationError:
-            # Of a launcher that the script may well understand.
-            self._rank, self._world_size = 0, 1
 
     def begin(self) -> None:
         """Begin to watch. To be called before the script looks anything up."""
@@ -249,13 +240,9 @@ def _is_library(path: str) -> bool:
     return bool(around) and next(Path(max(around, key=len)).glob("*.dist-info/RECORD"), None) is not None
 
 
-def _libraries() -> tuple[str, ...]:
-    folders = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
-    folders += [*site.getsitepackages(), site.getusersitepackages()]
-    return tuple(os.path.join(os.path.abspath(folder), "") for folder in folders)
-
-
-_LIBRARIES = _libraries()
+_FOLDERS = [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")]
+_FOLDERS += [*site.getsitepackages(), site.getusersitepackages()]
+_LIBRARIES = tuple(os.path.join(os.path.abspath(folder), "") for folder in _FOLDERS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,7 +182,7 @@ def run_rank(
         # Now, and not at the end of the process, when the folder may be gone.
         close_recorders()
         return None, error
-    if ended is None:
+    else:
         on_end(None)
     account = running.account()
     # A process that only starts others has nothing to add; the first of them has the same number.

@@ -127,7 +127,8 @@ class WatchedWrapper(ABC):
         wrapper = self._wrapper()
         if wrapper is not None and wrapper.will_sync_module_buffers():
             self._counts["broadcasts"] += 1
-        if self._window["backwards"] and not self._has_gradients():
+        gradients = (parameter.grad for each in self._trained if (parameter := each()) is not None)
+        if self._window["backwards"] and all(each is None for each in gradients):
             self._end_window()
 
     def after_forward(self, output: Any) -> None:
@@ -177,9 +178,6 @@ class WatchedWrapper(ABC):
         self._counts.update(self._window)
         self._counts["wasted"] += max(0, self._window["synchronized"] - 1)
         self._window.clear()
-
-    def _has_gradients(self) -> bool:
-        return any(each is not None and each.grad is not None for each in (trained() for trained in self._trained))
 
     def account(self) -> WrapperAccount:
         buckets, communication, hidden = self._read_facts()
@@ -278,18 +276,14 @@ class WatchedTorchs(WatchedWrapper):
                 names = ("backward_comm_time", "backward_compute_comm_overlap_time")
                 communication, hidden = (data.get(name, 0) * 1e-9 for name in names)
                 self._measured[began] = communication, hidden
-            self._facts = buckets, *self._usual()
+            self._facts = buckets, None, None
+            # In torch's own means one backward that waited for another rank's start outweighs all others.
+            found = list(self._measured.values())
+            if found := found[WARM_UP:] or found:
+                usual = statistics.median(each for each, _ in found)
+                exposed = statistics.median(each - hidden for each, hidden in found)
+                self._facts = buckets, usual, max(0.0, usual - exposed)
         return self._facts
-
-    def _usual(self) -> tuple[float | None, float | None]:
-        """The medians: in torch's own means one backward that waited for another rank's start outweighs all others."""
-        found = list(self._measured.values())
-        found = found[WARM_UP:] or found
-        if not found:
-            return None, None
-        communication = statistics.median(each for each, _ in found)
-        exposed = statistics.median(each - hidden for each, hidden in found)
-        return communication, max(0.0, communication - exposed)
 
 
 def watched(wrapper: nn.Module) -> WatchedWrapper:

@@ -5,12 +5,13 @@ from gradsync.tools.bench.scenario import Scenario
 from gradsync.tools.bench.scenarios.accumulation import AccumulationScenario, SkipSync
 from gradsync.tools.bench.scenarios.buckets import BucketSize, RoundRobin
 from gradsync.tools.bench.scenarios.communicators import Communicators
-from gradsync.tools.bench.scenarios.compression import Compression, TimeToLoss
+from gradsync.tools.bench.scenarios.compression import Compression
 from gradsync.tools.bench.scenarios.convergence import Convergence
 from gradsync.tools.bench.scenarios.faults import Faults
 from gradsync.tools.bench.scenarios.overlap import NextForward, Overlap
 from gradsync.tools.bench.scenarios.peers import Peers
 from gradsync.tools.bench.scenarios.scaling import Scaling
+from gradsync.tools.bench.scenarios.time_to_loss import Far, TimeToLoss
 
 __all__ = ["SCENARIOS", "find_scenarios"]
 
@@ -20,6 +21,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     NextForward(),
     Compression(),
     TimeToLoss(),
+    Far(),
     BucketSize(),
     SkipSync(),
     Scaling(),
