@@ -15,7 +15,13 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from gradsync import DistributedDataParallel, PeerFailedError, ShardedOptimizer, synchronize_gradients
+from gradsync import (
+    DistributedDataParallel,
+    OverlappedOptimizer,
+    PeerFailedError,
+    ShardedOptimizer,
+    synchronize_gradients,
+)
 from gradsync.communicator import choose_communicator
 from gradsync.optim.sharded.gather import AwaitedParameter
 from tests.fuse import Explosion, Fuse
@@ -377,3 +383,30 @@ def copy_awaited() -> list[str]:
 
 def test_copies_are_ordinary_parameters() -> None:
     assert ThreadRanks(2).run(copy_awaited) == [["Parameter"] * 12] * 2
+
+
+def go_back_through_kept_graphs(kind: str) -> list[str]:
+    """What happens in graphs from before a step: of layers that it has changed, and of one that it has not."""
+    rank, model, seen = choose_communicator().rank, DistributedDataParallel(net()), []
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ShardedOptimizer(plain, model) if kind == "sharded" else OverlappedOptimizer(plain, model)
+    for step in range(3):
+        inputs = batch(rank, step).requires_grad_()
+        untouched, changed = model.module[0](inputs), model.module(inputs)
+        # The first layer is unused, and so are its parameters on all ranks.
+        model.module[2:](torch.ones(1, 9, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for output in (untouched, changed):
+            try:
+                torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+                seen.append("fine")
+            except RuntimeError as error:
+                seen.append("refused" if "inplace" in str(error) else str(error))
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["sharded", "overlapped"])
+def test_a_graph_that_kept_a_parameter_which_a_step_has_changed_is_refused(kind: str) -> None:
+    for seen in ThreadRanks(2).run(go_back_through_kept_graphs, kind):
+        assert seen == ["fine", "refused"] * 3

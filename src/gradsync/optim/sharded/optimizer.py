@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from gradsync.base.errors import ConfigurationError, MisuseError
 from gradsync.communicator import Handle
@@ -172,6 +173,8 @@ class ShardedOptimizer(BucketOptimizer):
     ) -> None:
         segments.place(self._synchronizer.parameters)
         changing = segments.prepare()
+        # Let autograd see it, which does not ask: a graph that has kept one of these raises, as with a plain optimizer.
+        increment_version(segments.changing)
         # From here on parameters are neither old nor new. The bucket that started last holds what is needed first. It
         # is sent while the others are updated.
         by_need = segments.shares[::-1]

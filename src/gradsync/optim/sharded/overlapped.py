@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from gradsync.base.errors import ConfigurationError
 from gradsync.communicator import Handle
@@ -184,6 +185,8 @@ class OverlappedOptimizer(BucketOptimizer):
 
         def make(gathers: Sequence[Gather]) -> None:
             self._running = step
+            # Autograd does not ask for what is on its way: a graph that has kept an old value raises.
+            increment_version([p for p in indexed(self.param_groups) if p.grad is not None])
             with self._aborting_on_error():
                 step.update({self._shadows[id(p)]: p.grad for p in outside if p.grad is not None})
                 step.count([busy.isdisjoint(map(id, indexed(optimizer.param_groups))) for optimizer in self._inner])

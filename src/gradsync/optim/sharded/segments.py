@@ -170,6 +170,16 @@ class Segments:
             self.cut(self.states(), apart=unused)
         return [segment for segment in self._segments if segment.used[0]]
 
+    @property
+    def changing(self) -> list[nn.Parameter]:
+        """The parameters that a step changes, on any rank."""
+        return [
+            parameter
+            for share in self.shares
+            for slot, parameter in zip(share.plan.slots, share.bucket.parameters, strict=True)
+            if slot.parameter in self._group_of and parameter.grad is not None
+        ]
+
     def update(self, options: Sequence[dict[str, Any]], segments: Sequence[ShareSegment]) -> None:
         """Have the optimizer update ``segments``, and no others. ``options`` are those of the parameter groups."""
         if self.optimizer is None or not segments:

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from gradsync.core.bucket import Bucket
 from gradsync.core.bucket.layout import ParameterSpec, Slot
@@ -75,7 +74,8 @@ class Detached:
 
     def receive(self) -> None:
         """Copy the new parameters of all ranks, which have arrived, to where they belong."""
-        torch._foreach_copy_(list(self._parameters), list(self._views))
+        # Without counting as a change: those that the step has changed were counted when it began.
+        torch._foreach_copy_([parameter.data for parameter in self._parameters], list(self._views))
 
 
 class Attached:
@@ -100,8 +100,7 @@ class Attached:
         return [_place(parameter) for parameter in self._parameters] == self._places
 
     def receive(self) -> None:
-        """Let autograd see that parameters have changed, like those that an optimizer updates in place."""
-        increment_version(self._parameters)
+        """Nothing is left to do: new parameters were gathered to where they belong."""
 
 
 def _place(parameter: torch.Tensor) -> tuple[int, tuple[int, ...], torch.dtype]:
