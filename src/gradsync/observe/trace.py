@@ -20,7 +20,7 @@ from gradsync.base.files import whole_file
 from gradsync.observe.explain.merging import on_one_clock
 from gradsync.observe.recording import BucketPart, Header, Recording, Step
 
-__all__ = ["Slice", "write_trace"]
+__all__ = ["COMMUNICATION", "GATHERS", "STEPS", "Slice", "Track", "tracks_by_rank", "write_trace"]
 
 STEPS, COMMUNICATION, GATHERS, WAITING = "steps", "communication", "gathers", "waiting"
 # Spans that are time lost, and what a reader is told that it is lost to.
@@ -80,6 +80,14 @@ def _tracks(recording: Recording, steps: Sequence[Step], *, several: bool) -> It
         tracks[GATHERS] += _gathered(step, layout, model)
     for name, slices in tracks.items():
         yield from ((prefix + name, lane) for lane in _lanes(slices))
+
+
+def tracks_by_rank(recordings: Sequence[Recording]) -> list[tuple[Header, list[Track]]]:
+    """The tracks of each rank, all on rank 0's clock."""
+    return [
+        (models[0][0].header, [track for model in models for track in _tracks(*model, several=len(models) > 1)])
+        for models in _by_rank(recordings).values()
+    ]
 
 
 def _computed(step: Step) -> Slice:
@@ -157,10 +165,7 @@ def write_trace(recordings: Sequence[Recording], path: str | os.PathLike[str]) -
         raise ConfigurationError(
             f"a Perfetto trace needs the package perfetto ({error}): pip install 'gradsync[trace]'"
         ) from error
-    ranks = [
-        (models[0][0].header, [track for model in models for track in _tracks(*model, several=len(models) > 1)])
-        for models in _by_rank(recordings).values()
-    ]
+    ranks = tracks_by_rank(recordings)
     begins = [lane[0].begin for _, tracks in ranks for _, lane in tracks]
     if not begins:
         raise ConfigurationError(

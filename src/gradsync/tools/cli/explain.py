@@ -14,7 +14,7 @@ from gradsync.base.errors import ConfigurationError
 from gradsync.health.watch.dump import explain_dumps, find_dumps, read_dump
 from gradsync.observe.explain import Explanation, explain_recordings
 from gradsync.observe.explain.explanation import ADVICE_TITLE, BAR, BUCKET_COLUMNS, bar, gained
-from gradsync.observe.recording import find_recordings, read_models, read_recordings
+from gradsync.observe.recording import Recording, find_recordings, read_models, read_recordings
 from gradsync.tools.cli.failure_message import refusing
 
 __all__ = ["explain", "shown"]
@@ -35,8 +35,18 @@ COLOURS = {
 def _trace(folder: Path, path: Path) -> int:
     from gradsync.observe.trace import write_trace
 
+    return write_trace(_all_models(folder), path)
+
+
+def _kineto(folder: Path, traces: Path) -> int:
+    from gradsync.observe.kineto import write_kineto
+
+    return len(write_kineto(_all_models(folder), traces))
+
+
+def _all_models(folder: Path) -> list[Recording]:
     models = read_models(folder) or [read_recordings(folder)]
-    return write_trace([each for recordings in models for each in recordings], path)
+    return [each for recordings in models for each in recordings]
 
 
 def explain(
@@ -52,6 +62,9 @@ def explain(
     perfetto: Annotated[
         Path | None, typer.Option(help="Write a trace of all ranks to this file, for ui.perfetto.dev.")
     ] = None,
+    kineto: Annotated[
+        Path | None, typer.Option(help="Write a trace of each rank to this folder, as torch.profiler does, for HTA.")
+    ] = None,
 ) -> None:
     """Show where the time of a step goes, and what to change.
 
@@ -63,6 +76,8 @@ def explain(
         raise ConfigurationError(f"--perfetto {perfetto} would lie in a folder that does not exist")
     if perfetto is not None:
         print(f"{_trace(folder, perfetto)} slices of all ranks in {perfetto}: open it in ui.perfetto.dev\n")
+    if kineto is not None:
+        print(f"{_kineto(folder, kineto)} traces, one of each rank, in {kineto}: HTA and ui.perfetto.dev read them\n")
     if dumps := find_dumps(folder):
         print("\n".join(explain_dumps([read_dump(path) for path in dumps])))
     elif find_recordings(folder):
