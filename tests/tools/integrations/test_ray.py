@@ -75,3 +75,16 @@ def test_a_killed_rank_is_named_and_ray_goes_on(over_torch: Any, address: str, t
     assert "rank 1" in (tmp_path / "ours" / "named.txt").read_text()
     assert {name for name in stock if not torch.equal(stock[name], ours[name])} == set()
     assert [entry["epoch"] for entry in reported] == [0, 1, 2, 3]
+
+
+def test_the_classifier_trains_to_the_bits_of_torch(address: str, tmp_path: Path) -> None:
+    """With BatchNorm, accumulation and clipping; also the losses, rates and accuracies that were reported."""
+    stock, reported_by_stock = fit(address, "ray_image_classifier", tmp_path / "stock", "--stock")
+    ours, reported = fit(address, "ray_image_classifier", tmp_path / "ours")
+    assert {name for name in stock if not torch.equal(stock[name], ours[name])} == set()
+    assert {entry.pop("wrapper") for entry in reported} == {"gradsync.parallel.data_parallel"}
+    assert {entry.pop("wrapper") for entry in reported_by_stock} == {"torch.nn.parallel.distributed"}
+    for one, other in zip(reported, reported_by_stock, strict=True):
+        assert {name: one[name] for name in ("epoch", "loss", "accuracy", "rate")} == {
+            name: other[name] for name in ("epoch", "loss", "accuracy", "rate")
+        }
