@@ -642,6 +642,45 @@ def test_a_position_at_the_end_continues_with_the_next_epoch(kind: str) -> None:
         assert following == following_again
 
 
+def saved_at_the_last_batch(dispatches: bool) -> tuple[list[list[int]], list[list[int]]]:
+    """The next epoch of a loader that shuffles without a generator, and the same by a new loader."""
+
+    def make() -> PreparedDataLoader:
+        return prepare(DataLoader(range(12), 2, shuffle=True), dispatch_batches=dispatches)
+
+    original = make()
+    states = [original.state_dict() for _ in original]
+    before = torch.get_rng_state()
+    following = samples(original)
+    resumed = make()
+    resumed.load_state_dict(states[-1])
+    torch.set_rng_state(before)
+    return following, samples(resumed)
+
+
+def test_a_checkpoint_at_the_last_batch_loads_where_no_generator_makes_the_order(process_ranks: RankPool) -> None:
+    for following, again in [
+        *run_ranks(saved_at_the_last_batch, 1, False),
+        *process_ranks.run(saved_at_the_last_batch, True),
+    ]:
+        assert following
+        assert following == again
+
+
+def iterated_inside_itself() -> tuple[list[Any], list[Any]]:
+    def walk_twice(loader: Any) -> list[Any]:
+        torch.manual_seed(0)
+        return [(batch.tolist(), samples(loader)) for batch in loader]
+
+    plain = DataLoader(range(6), 2, shuffle=True)
+    return walk_twice(plain), walk_twice(prepare(plain))
+
+
+def test_a_loader_iterated_inside_itself_shuffles_anew_as_a_plain_one() -> None:
+    ((plain, ours),) = run_ranks(iterated_inside_itself, 1)
+    assert ours == plain
+
+
 def saved_where_one_rank_has_ended(iterable: bool) -> tuple[bool, list[Seen], int]:
     dataset: Any = Stream(9) if iterable else range(9)
     loader = prepare(DataLoader(dataset, 2), even_batches=False)

@@ -47,6 +47,8 @@ class EpochOrder:
         self._loader = loader
         self._communicator = communicator
         self._only_rank_0 = only_rank_0
+        # Of iterations under way. They end with these, and are in no state.
+        self._temporary: list[torch.Generator] = []
         if communicator.world_size > 1 and not only_rank_0 and seed is None and (lacking := self._lacking):
             # For good, as Accelerate does where several ranks go through the samplers.
             number = _draw(torch.default_generator)
@@ -69,7 +71,10 @@ class EpochOrder:
 
     @property
     def _lacking(self) -> list[Any]:
-        return [each for each in self._holders if each.generator is None]
+        return [each for each in self._holders if each.generator is None or self._is_temporary(each.generator)]
+
+    def _is_temporary(self, generator: torch.Generator) -> bool:
+        return any(generator is each for each in self._temporary)
 
     @property
     def _shared(self) -> list[torch.Generator]:
@@ -78,7 +83,8 @@ class EpochOrder:
         if isinstance(self._loader.dataset, IterableDataset):
             holders.append(self._loader.dataset)
         found = [getattr(each, "generator", None) for each in holders]
-        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+        made = [each for each in found if isinstance(each, torch.Generator) and not self._is_temporary(each)]
+        return list({id(each): each for each in made}.values())
 
     def states(self) -> str:
         """The states of the generators that make the order, as text."""
@@ -142,11 +148,14 @@ class EpochOrder:
         """Samplers whose own generators do not make the order draw from one with the seed of ``position`` in here."""
         shared = [id(generator) for generator in self._shared]
         before = [(each, each.generator) for each in self._holders if id(each.generator) not in shared]
-        for holder, _ in before:
-            holder.generator = _seeded(position.seed or 0)
+        used = [_seeded(position.seed or 0) for _ in before]
+        self._temporary += used
+        for (holder, _), generator in zip(before, used, strict=True):
+            holder.generator = generator
         try:
             yield
         finally:
+            self._temporary = [each for each in self._temporary if all(each is not one for one in used)]
             for holder, generator in before:
                 holder.generator = generator
 
