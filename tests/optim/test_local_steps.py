@@ -529,6 +529,37 @@ def test_a_window_of_local_steps_is_the_weighted_mean_of_the_rank(thread_ranks: 
     assert_equal([ours[-1] for ours, _ in results])
 
 
+@pytest.mark.parametrize("steps", [(8, 8), (9, 5), (7, 0)])
+def test_training_that_goes_on_with_means_after_local_steps_keeps_replicas_equal(
+    thread_ranks: ThreadRanks, steps: tuple[int, int]
+) -> None:
+    """Each rank has built up momenta of its own, and counted its own steps, by then."""
+
+    def work() -> tuple[Parameters, Any]:
+        rank, plain = choose_communicator().rank, make_model()
+        model = gradsync.DistributedDataParallel(plain)
+        layers = list(plain.children())
+        optimizers = [torch.optim.AdamW(layers[0].parameters()), torch.optim.SGD(layers[2].parameters(), 0.1, 0.9)]
+        with LocalSteps(model, optimizers, every=4):
+            for step in range(steps[rank % 2]):
+                train_one(model, optimizers, rank, step)
+        for step in range(20, 24):
+            train_one(model, optimizers, rank, step)
+        return values_of(plain), [len(each.state) for each in optimizers]
+
+    def train_one(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int, step: int) -> None:
+        model.zero_grad()
+        model(batch_of(rank, step)).square().mean().backward()
+        for number, each in enumerate(optimizers):
+            each.step()
+            # As a scheduler that counts a rank's own steps.
+            each.param_groups[0]["lr"] *= 0.9 - number / 10
+
+    results = thread_ranks.run(work)
+    assert_equal([values for values, _ in results])
+    assert all(counts == [2, 2] for _, counts in results)
+
+
 def test_a_prepared_optimizer_counts_windows(thread_ranks: ThreadRanks) -> None:
     def work() -> tuple[Parameters, int]:
         rank, plain = choose_communicator().rank, make_model()

@@ -24,11 +24,11 @@ from gradsync.accelerator.settings import ProjectConfiguration
 from gradsync.accelerator.windows import ModelWindows
 from gradsync.accelerator.world import ProcessControl
 from gradsync.base.errors import ConfigurationError
-from gradsync.checkpoint import CheckpointFolder, Loaded, decode, encode, rng_state, set_rng_state, write_tensors
+from gradsync.checkpoint import CheckpointFolder, Loaded, rng_state, set_rng_state, write_tensors
 from gradsync.communicator import Communicator
 from gradsync.core.engine.blocks import load_window, save_window
 from gradsync.optim.local_steps import LocalSteps
-from gradsync.parallel.replica import broadcast_tensors, in_batches
+from gradsync.parallel.state_transfer import state_of_rank_0
 
 __all__ = ["Prepared", "Saving", "heal", "restore_prepared", "save_prepared"]
 
@@ -180,44 +180,15 @@ def _require_count(name: str, saved: Sequence[Any], here: Sequence[Any]) -> None
         )
 
 
-# -- over the communicator, unpickled ---------------------------------------------------------------------------------
+# -- over the communicator --------------------------------------------------------------------------------------------
 
 
 def heal(prepared: Prepared, communicator: Communicator, lagging: Sequence[int]) -> None:
     """Copy all prepared state of rank 0 to the ``lagging`` ranks. Collective."""
-    is_source, lags = communicator.rank == 0, communicator.rank in lagging
-    structure, tensors = encode(shared_state(prepared)) if is_source else (None, {})
-    described = [
-        (name, list(each.shape), str(each.dtype).removeprefix("torch."), each.device.type, each.nbytes)
-        for name, each in tensors.items()
-    ]
-    structure, described = json.loads(_from_rank_0(json.dumps([structure, described]).encode(), communicator))
-    received: dict[str, torch.Tensor] = {}
-    for batch in in_batches(described, lambda one: int(one[-1])):
-        pieces = {
-            name: tensors[name].contiguous() if is_source else _empty(communicator, shape, dtype, kind)
-            for name, shape, dtype, kind, _ in batch
-        }
-        broadcast_tensors(pieces.values(), communicator)
-        if lags:
-            received.update(pieces)
+    lags = communicator.rank in lagging
+    state = state_of_rank_0(communicator, lambda: shared_state(prepared), keep=lags)
     if lags:
-        load_shared_state(prepared, decode(structure, received), "the state of rank 0")
-
-
-def _empty(communicator: Communicator, shape: list[int], dtype: str, kind: str) -> torch.Tensor:
-    device = communicator.device if kind == communicator.device.type else torch.device(kind)
-    return torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-
-
-def _from_rank_0(message: bytes, communicator: Communicator) -> bytes:
-    size = torch.tensor([len(message)], dtype=torch.int64, device=communicator.device)
-    communicator.broadcast(size, 0).wait()
-    letters = torch.zeros(int(size), dtype=torch.uint8, device=communicator.device)
-    if communicator.rank == 0:
-        letters.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-    communicator.broadcast(letters, 0).wait()
-    return bytes(letters.tolist())
+        load_shared_state(prepared, state, "the state of rank 0")
 
 
 # -- the methods of the Accelerator -----------------------------------------------------------------------------------

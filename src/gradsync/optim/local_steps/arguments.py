@@ -34,6 +34,7 @@ __all__ = [
     "counted_optimizer",
     "cut",
     "described",
+    "inner_optimizers",
     "replica_of",
 ]
 
@@ -168,10 +169,14 @@ def counted_optimizer(given: Any, parameters: Sequence[nn.Parameter]) -> torch.o
             f"none of the {len(known)} parameters that the model trains is in the optimizer, so that nobody would take "
             "local steps with them. Make the optimizer of the parameters of this very model"
         )
-    last: torch.optim.Optimizer = optimizers[-1]
-    # A prepared optimizer of an Accelerator forwards its steps: those that are taken are the inner one's.
-    inner = getattr(last, "optimizer", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else last
+    return inner_optimizers(optimizers)[-1]
+
+
+def inner_optimizers(given: Optimizers) -> list[torch.optim.Optimizer]:
+    """The optimizers whose steps are taken: a prepared one of an Accelerator forwards its own."""
+    listed = [given] if isinstance(given, torch.optim.Optimizer) else given
+    inner = [getattr(each, "optimizer", None) for each in listed]
+    return [one if isinstance(one, torch.optim.Optimizer) else each for one, each in zip(inner, listed, strict=True)]
 
 
 def checked_reduction(given: Any) -> Reduction:

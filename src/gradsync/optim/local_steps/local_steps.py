@@ -13,6 +13,7 @@ parameters are unchanged, the ranks are out of step, and this object refuses to 
 """
 
 import copy
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from gradsync.optim.local_steps.arguments import (
     counted_optimizer,
     cut,
     described,
+    inner_optimizers,
     replica_of,
 )
 from gradsync.optim.local_steps.progress import Agreed, Intent, negotiate
@@ -52,6 +54,7 @@ from gradsync.optim.local_steps.tensor_exchange import (
 )
 from gradsync.parallel.data_parallel import DistributedDataParallel, TrainingAlone
 from gradsync.parallel.replica import broadcast_tensors
+from gradsync.parallel.state_transfer import state_of_rank_0
 
 __all__ = ["LocalSteps"]
 
@@ -134,7 +137,8 @@ class LocalSteps:
         self._closed = False
         # Stops a wrapper from averaging gradients.
         self._alone = TrainingAlone(model) if isinstance(model, DistributedDataParallel) else None
-        # The hook holds this object, and nothing here holds the optimizer: no cycle keeps the model alive.
+        # The hook holds this object, and nothing here holds the optimizers: no cycle keeps the model alive.
+        self._optimizers = [weakref.ref(each) for each in inner_optimizers(optimizer)]
         self._hook = counted.register_step_post_hook(self._after_step)
 
     def __repr__(self) -> str:
@@ -186,7 +190,9 @@ class LocalSteps:
     def finish(self) -> None:
         """Synchronize everything for the last time, when all ranks have reached their end, and :meth:`close`.
 
-        A rank whose peers still step takes part in their rounds until then, with its parameters as they are.
+        A rank whose peers still step takes part in their rounds until then, with its parameters as they are. A wrapped
+        model averages gradients again, and its optimizers go on with the state of rank 0: with a state per rank, equal
+        gradients would be different steps.
         """
         if self._closed:
             return
@@ -197,7 +203,17 @@ class LocalSteps:
         alone, self._alone = self._alone, None
         if alone is not None:
             alone.end()
+            self._share_optimizers()
         self.close()
+
+    def _share_optimizers(self) -> None:
+        """Give the optimizers the state that rank 0 has. Collective."""
+        if self._communicator.world_size > 1:
+            optimizers = [each for reference in self._optimizers if (each := reference()) is not None]
+            states = state_of_rank_0(self._communicator, lambda: [each.state_dict() for each in optimizers])
+            # Rank 0 as well: loading may change a state's dtype.
+            for each, state in zip(optimizers, states, strict=True):
+                each.load_state_dict(state)
 
     def close(self) -> None:
         """Stop counting steps. Nothing is sent: parameters stay as they are on each rank.
