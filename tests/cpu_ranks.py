@@ -135,7 +135,7 @@ CPU_RANKS = {
             "test_environment": ["test_the_first_of_every_node_go_first"],
             "test_interrupts": [""],
             "test_local_steps": [
-                "test_a_round_that_the_wire_breaks_changes_nothing_and_is_remembered",
+                "test_a_round_that_the_communicator_breaks_changes_nothing_and_is_remembered",
                 "test_bytes_are_those_of_one_model_every_so_many_steps",
                 "test_no_parameter_is_written_before_all_have_come",
             ],

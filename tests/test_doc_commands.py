@@ -26,7 +26,7 @@ INLINE = re.compile(r"(?<!`)`((?:gradsync|make|mpirun|pip|python|srun|torchrun)\
 # Programs of others that start ranks: what they are given themselves, they read; what follows is a command again.
 LAUNCHERS = {"mpirun", "srun"}
 # Whose options are not checked here.
-OF_OTHERS = {"kill", "torchft_lighthouse"}
+OF_OTHERS = {"kill", "kubectl", "sbatch", "torchft_lighthouse"}
 # Files that a reader has, and not we.
 OF_THE_READER = {"train.py"}
 # What stands after `gradsync bench`, or nothing.

@@ -15,7 +15,8 @@ from tests.pages import PAGES, ROOT, Block, blocks
 from tests.scripts import run_scripts
 from tests.torch_ddp_suite import EXPECTED
 
-LANGUAGES = {"", "bash", "diff", "py", "python", "sh"}
+# What `gradsync launch` writes is compared with its pages in tests/tools/test_clusters.py.
+LANGUAGES = {"", "bash", "diff", "py", "python", "sh", "yaml"}
 UNDER_MPIRUN = "mpi.md"
 
 IMPORTS = """

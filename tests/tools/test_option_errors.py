@@ -25,9 +25,11 @@ BEFORE = {
     "plan": ["--profile", "a100-200g", "--model", "resnet50", "--ranks", "2"],
     "bench": ["overlap"],
     "explain": ["recorded"],
+    "launch": ["--on", "slurm", "--nproc", "2"],
 }
 BEHIND = {
     "run": ["script.py"],
+    "launch": ["script.py"],
     "lab run": ["true"],
     "lab gpu": ["true"],
     "lab rate": ["1gbit"],
@@ -44,6 +46,7 @@ WORK = (
     *("gradsync.tools.cli.run:run_ranks_of", "gradsync.tools.cli.run:_run_here", "gradsync.tools.cli.run:run_rank"),
     *(
         "gradsync.tools.cli.bench:_run",
+        "gradsync.tools.cli.launch:_write",
         "gradsync.tools.cli.doctor:examine",
         "gradsync.tools.calibration:run_calibration",
     ),

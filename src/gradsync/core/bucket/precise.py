@@ -82,9 +82,11 @@ def restore_gradients(parameters: Sequence[torch.nn.Parameter]) -> bool:
 def _updated(wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
     """``wide``, with the numbers of ``narrow`` that are no longer what those in it are rounded to.
 
-    Versions would not tell: who writes through ``grad.data`` leaves them as they are.
+    Versions would not tell: who writes through ``grad.data`` leaves them as they are. Nor does this change that of
+    ``wide``, by which the window knows its means.
     """
-    return torch.where(wide.to(narrow.dtype) == narrow, wide, narrow.to(wide.dtype), out=wide)
+    torch.where(wide.to(narrow.dtype) == narrow, wide, narrow.to(wide.dtype), out=wide.data)
+    return wide
 
 
 def replace_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:

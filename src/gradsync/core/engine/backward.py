@@ -173,8 +173,9 @@ class BackwardEngine:
             self.observer.backward_began(synchronizes=self.switches.enabled)
 
     def _join_window(self, *, late: bool = False) -> None:
-        self.window.begin_backward(self.buckets, late=late)
+        # Wide means are compared with those that the user had, before they become a term of a sum again.
         self.store.expect_backward()
+        self.window.begin_backward(self.buckets, late=late)
 
     # -- it ends -------------------------------------------------------------------------------------------------
 

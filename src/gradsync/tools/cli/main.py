@@ -19,7 +19,7 @@ from gradsync.tools.doctor.checks import versions
 __all__ = ["app", "main"]
 
 # Each is a function, or a typer application, of its own name in a module of its own name, in the order of the help.
-COMMANDS = ("train", "run", "bench", "lab", "doctor", "explain", "plan")
+COMMANDS = ("train", "run", "launch", "bench", "lab", "doctor", "explain", "plan")
 
 
 def main() -> None:
