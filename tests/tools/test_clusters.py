@@ -1,9 +1,15 @@
 """Batch scripts and manifests: what the packages of Kubernetes and Kubeflow read, and what the page shows."""
 
 import json
+import os
 import re
 import shlex
-from collections.abc import Callable
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +17,18 @@ import pytest
 
 from gradsync.base.environment import DEFAULT_PORT
 from gradsync.errors import ConfigurationError
+from gradsync.lab import Lab, LabPlan
 from gradsync.tools.clusters import CHOSEN_PORTS, LIGHTHOUSE_PORT, ClusterJob, kubernetes_manifests, slurm_script
-from tests.pages import blocks
+from gradsync.tools.lab.host import Host, run_at
+from gradsync.tools.lab.system import enter_host
+from gradsync.tools.launch import Failure, RankPlace, RankProcesses
+from tests.pages import ROOT, blocks
+from tests.processes import eventually
+from tests.tools.test_lab import nothing_left, with_lab
 
 yaml = pytest.importorskip("yaml")
+
+__all__ = ["nothing_left"]
 
 TRAIN = ("-m", "gradsync", "train", "--run-folder", "/shared/run")
 
@@ -170,3 +184,169 @@ def test_a_file_is_submitted_unless_it_is_a_dry_run(
     assert capfd.readouterr().out == "apply -f gradsync.yaml\n"
     assert run_main("launch", "--on", "moon", *options) == 2
     assert "--on must be slurm or kubernetes, got 'moon'" in capfd.readouterr().err
+
+
+# -- the commands, as they stand --------------------------------------------------------------------------------------
+
+SCRIPT = str(ROOT / "tests" / "cluster_script.py")
+# The programs of this environment, and gradsync as it is here.
+PROGRAMS = {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+def assert_trained(folder: Path, nodes: list[int]) -> list[dict[str, Any]]:
+    """Ranks on these nodes have trained together; returns what each of them saw."""
+    seen = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(nodes))]
+    assert [each["node"] for each in seen] == nodes
+    assert {each["ranks"] for each in seen} == {len(nodes)}
+    assert all(each["weights"] == seen[0]["weights"] != each["before"] for each in seen)
+    return seen
+
+
+@pytest.mark.program
+@with_lab
+@pytest.mark.timeout(180)
+def test_the_command_of_a_train_job_runs_on_two_hosts_and_uses_the_open_ports(
+    nothing_left: str, tmp_path: Path
+) -> None:
+    """Each host has the name that a pod would have, and the variables that Kubeflow gives it."""
+    found = manifests(fixed(program=(SCRIPT, str(tmp_path)), ranks_per_node=2, gpus=False))
+    trainer, rules = found["TrainJob"]["spec"]["trainer"], found["NetworkPolicy"]["spec"]["ingress"]
+    variables = {
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_MASTER_ADDR": "gradsync-node-0-0.gradsync",
+        "PET_MASTER_PORT": str(DEFAULT_PORT),
+        **{each["name"]: each["value"] for each in trainer["env"]},
+    }
+
+    def become_pod(place: RankPlace) -> None:
+        program = shutil.which(trainer["command"][0], path=PROGRAMS["PATH"])
+        assert program is not None
+        os.execve(program, trainer["command"], PROGRAMS | variables | {"PET_NODE_RANK": str(place.rank)})
+
+    with Lab(LabPlan(name=nothing_left, hosts=2)) as lab:
+        pods = [f"gradsync-node-0-{host.index}" for host in lab.hosts]
+        names = {host.address: f"{pod}.gradsync {pod}" for host, pod in zip(lab.hosts, pods, strict=True)}
+        places = [
+            RankPlace(
+                local=(0, 1),
+                node=(host.index, 2),
+                master=("", 0),
+                enter=partial(enter_host, host.namespace, pods[host.index], {v: k for k, v in names.items()}),
+            )
+            for host in lab.hosts
+        ]
+        assert run_at(places, become_pod, 150) is None
+    seen = assert_trained(tmp_path, [0, 0, 1, 1])
+    opened = [range(each["port"], each.get("endPort", each["port"]) + 1) for each in rules[0]["ports"]]
+    ports = {port for each in seen for port in each["ports"]}
+    assert len(ports) > 2
+    assert DEFAULT_PORT in ports
+    assert [port for port in ports if not any(port in each for each in opened)] == []
+
+
+# -- Slurm, with its own daemons on the hosts of a lab ----------------------------------------------------------------
+
+SLURM_CONF = """\
+ClusterName=gradsync
+SlurmctldHost={first.name}({first.address})
+SlurmUser=root
+AuthInfo=socket={folder}/munge
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/%n.pid
+SlurmdLogFile={folder}/%n.log
+SlurmdSpoolDir={folder}/%n
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+ReturnToService=2
+{nodes}
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+DAEMONS = ("munged", "slurmctld", "slurmd")
+SEARCHED = f"{PROGRAMS['PATH']}:/usr/sbin:/sbin"
+NO_SLURM = [name for name in (*DAEMONS, "sbatch") if shutil.which(name, path=SEARCHED) is None]
+
+
+def on(host: Host, hosts: tuple[Host, ...]) -> RankPlace:
+    """The place of one process on a host of a lab."""
+    addresses = {each.name: each.address for each in hosts}
+    enter = partial(enter_host, host.namespace, host.name, addresses)
+    return RankPlace(local=(0, 1), node=(host.index, len(hosts)), master=("", 0), host=host.name, enter=enter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """A cluster with one slurmd per host."""
+
+    folder: Path
+    hosts: tuple[Host, ...]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return PROGRAMS | {"PATH": SEARCHED, "SLURM_CONF": str(self.folder / "slurm.conf"), "HOME": str(self.folder)}
+
+    def become(self, *command: str) -> None:
+        program = shutil.which(command[0], path=SEARCHED)
+        assert program is not None
+        os.chdir(self.folder)
+        os.execve(program, command, self.variables)
+
+    def run(self, *command: str, seconds: float = 60) -> Failure | None:
+        """Run a command on the first host."""
+        return run_at([on(self.hosts[0], self.hosts)], lambda place: self.become(*command), seconds)
+
+    def start(self, processes: RankProcesses) -> None:
+        folder = self.folder
+        (folder / "key").write_bytes(os.urandom(128))
+        (folder / "key").chmod(0o400)
+        nodes = [f"NodeName={host.name} NodeAddr={host.address} CPUs=2" for host in self.hosts]
+        conf = SLURM_CONF.format(first=self.hosts[0], folder=folder, nodes="\n".join(nodes))
+        (folder / "slurm.conf").write_text(conf)
+        # Named, or slurmd looks for what is mounted, which a host of a lab does not have.
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        files = [f"--{name}-file={folder}/munged.{name}" for name in ("log", "pid", "seed")]
+        first = on(self.hosts[0], self.hosts)
+        munged = ["munged", "--foreground", "--force", f"--key-file={folder}/key", f"--socket={folder}/munge", *files]
+        processes.start(first, partial(self.become, *munged))
+        assert eventually((folder / "munge").exists)
+        processes.start(first, partial(self.become, "slurmctld", "-D"))
+        for host in self.hosts:
+            (folder / host.name).mkdir()
+            processes.start(on(host, self.hosts), partial(self.become, "slurmd", "-D", "-N", host.name))
+
+
+@pytest.fixture
+def slurm(nothing_left: str) -> Iterator[Slurm]:
+    # A short name: that of a socket has at most 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    try:
+        with Lab(LabPlan(name=nothing_left, hosts=2)) as lab, RankProcesses() as processes:
+            cluster = Slurm(folder=folder, hosts=lab.hosts)
+            cluster.start(processes)
+            yield cluster
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.program
+@with_lab
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(bool(NO_SLURM), reason=f"Slurm is not installed: {', '.join(NO_SLURM)}")
+def test_a_batch_script_runs_on_two_nodes_of_slurm(slurm: Slurm, tmp_path: Path) -> None:
+    job = fixed(program=(SCRIPT, str(tmp_path)), ranks_per_node=1, gpus=False)
+    (slurm.folder / "gradsync.sbatch").write_text(slurm_script(job))
+    failure = slurm.run("sbatch", "--wait", "gradsync.sbatch", seconds=150)
+    logs = "\n".join(path.read_text() for path in slurm.folder.glob("*.log"))
+    assert failure is None, logs
+    assert_trained(tmp_path, [0, 1])
