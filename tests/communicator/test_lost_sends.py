@@ -49,8 +49,10 @@ def lose_a_send(name: str) -> tuple[str, float]:
         os.kill(pids[1], signal.SIGSTOP)
         communicator.broadcast(tensor, 1)
         time.sleep(0.5)
-        subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -CONT {pids[1]}"])
+        # Its input ends with this process, which holds the other end.
+        waker = subprocess.Popen(["sh", "-c", f"read line; sleep 0.3; kill -CONT {pids[1]}"], stdin=subprocess.PIPE)
         reset_when_closed()
+        assert waker.poll() is None
         os._exit(3)
     # What the watch would say.
     threading.Timer(2.0, communicator.lose, ["rank 0 is gone"]).start()

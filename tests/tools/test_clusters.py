@@ -5,9 +5,11 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,8 +22,9 @@ from gradsync.errors import ConfigurationError
 from gradsync.lab import Lab, LabPlan
 from gradsync.tools.clusters import CHOSEN_PORTS, LIGHTHOUSE_PORT, ClusterJob, kubernetes_manifests, slurm_script
 from gradsync.tools.lab.host import Host, run_at
-from gradsync.tools.lab.system import enter_host
+from gradsync.tools.lab.system import enter_host, processes
 from gradsync.tools.launch import Failure, RankPlace, RankProcesses
+from gradsync.tools.llm.run_folder import read_metrics
 from tests.pages import ROOT, blocks
 from tests.processes import eventually
 from tests.tools.test_lab import nothing_left, with_lab
@@ -306,7 +309,7 @@ class Slurm:
         """Run a command on the first host."""
         return run_at([on(self.hosts[0], self.hosts)], lambda place: self.become(*command), seconds)
 
-    def start(self, processes: RankProcesses) -> None:
+    def start(self, daemons: RankProcesses) -> None:
         folder = self.folder
         (folder / "key").write_bytes(os.urandom(128))
         (folder / "key").chmod(0o400)
@@ -318,12 +321,12 @@ class Slurm:
         files = [f"--{name}-file={folder}/munged.{name}" for name in ("log", "pid", "seed")]
         first = on(self.hosts[0], self.hosts)
         munged = ["munged", "--foreground", "--force", f"--key-file={folder}/key", f"--socket={folder}/munge", *files]
-        processes.start(first, partial(self.become, *munged))
+        daemons.start(first, partial(self.become, *munged))
         assert eventually((folder / "munge").exists)
-        processes.start(first, partial(self.become, "slurmctld", "-D"))
+        daemons.start(first, partial(self.become, "slurmctld", "-D"))
         for host in self.hosts:
             (folder / host.name).mkdir()
-            processes.start(on(host, self.hosts), partial(self.become, "slurmd", "-D", "-N", host.name))
+            daemons.start(on(host, self.hosts), partial(self.become, "slurmd", "-D", "-N", host.name))
 
 
 @pytest.fixture
@@ -331,9 +334,9 @@ def slurm(nothing_left: str) -> Iterator[Slurm]:
     # A short name: that of a socket has at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     try:
-        with Lab(LabPlan(name=nothing_left, hosts=2)) as lab, RankProcesses() as processes:
+        with Lab(LabPlan(name=nothing_left, hosts=2)) as lab, RankProcesses() as daemons:
             cluster = Slurm(folder=folder, hosts=lab.hosts)
-            cluster.start(processes)
+            cluster.start(daemons)
             yield cluster
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -350,3 +353,38 @@ def test_a_batch_script_runs_on_two_nodes_of_slurm(slurm: Slurm, tmp_path: Path)
     logs = "\n".join(path.read_text() for path in slurm.folder.glob("*.log"))
     assert failure is None, logs
     assert_trained(tmp_path, [0, 1])
+
+
+def _steps(run: Path) -> int:
+    """The last step that the ranks have recorded."""
+    return max((record.get("step", 0) for record in read_metrics(run)), default=0) if run.is_dir() else 0
+
+
+@pytest.mark.program
+@with_lab
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(bool(NO_SLURM), reason=f"Slurm is not installed: {', '.join(NO_SLURM)}")
+def test_elastic_ranks_under_slurm_go_on_when_one_is_killed(slurm: Slurm, tmp_path: Path) -> None:
+    pytest.importorskip("torchft", reason="torchft is not installed")
+    run, steps = tmp_path / "run", 600
+    (tmp_path / "text").write_text("some words to learn " * 1000)
+    options = {"run-folder": run, "data": tmp_path / "text", "model": "nano", "length": 16, "batch": 2, "steps": steps}
+    words = [f"--{name}={value}" for name, value in options.items()]
+    job = elastic(program=("-m", "gradsync", "train", *words), ranks_per_node=1)
+    (slurm.folder / "gradsync.sbatch").write_text(slurm_script(job))
+
+    def kill_a_rank() -> None:
+        # In the middle of the run, the one on the second node.
+        assert eventually(lambda: _steps(run) > 50, 120)
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes(slurm.hosts[1].namespace)}
+        (rank,) = [pid for pid, command in commands.items() if b"runpy" in command]
+        os.kill(rank, signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill_a_rank)
+        failure = slurm.run("sbatch", "--wait", "gradsync.sbatch", seconds=200)
+        log = "\n".join(path.read_text() for path in slurm.folder.glob("gradsync-*.log"))
+        assert failure is None, log
+        killed.result()
+    assert "the others go on, and it is started again" in log
+    assert _steps(run) == steps

@@ -128,8 +128,8 @@ exec srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
 def _slurm_elastic(job: ClusterJob) -> str:
     # With srun's variables the launcher would take itself for a rank.
     return f"""\
-# The lighthouse says which ranks take part.
-torchft_lighthouse --min_replicas {job.min_ranks} {LIGHTHOUSE_OPTIONS} --bind "0.0.0.0:$port" &
+# The lighthouse says which ranks take part. By default it would log every question.
+RUST_LOG=warn torchft_lighthouse --min_replicas {job.min_ranks} {LIGHTHOUSE_OPTIONS} --bind "0.0.0.0:$port" &
 trap "kill $!" EXIT
 export TORCHFT_LIGHTHOUSE="http://${{hosts[0]}}:$port"
 # On every node a launcher that starts the node's ranks again when they are lost. Lost nodes do not end the others.
@@ -231,6 +231,8 @@ spec:
         - name: lighthouse
           image: {json.dumps(job.image)}
           command: {_command(command.split())}
+          env:
+            - {{name: RUST_LOG, value: warn}}
           readinessProbe:
             tcpSocket: {{port: {LIGHTHOUSE_PORT}}}
 """

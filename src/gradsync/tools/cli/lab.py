@@ -44,7 +44,9 @@ def up(
     rate: Annotated[
         str, typer.Option(help="Rate of each link in both directions: 400mbit, 2.5gbit, 50MB/s, or none for no limit.")
     ] = "1gbit",
-    delay: Annotated[float, typer.Option(help="Milliseconds that a packet takes from one host to another.")] = 0.0,
+    delay: Annotated[
+        float, typer.Option(min=0, max=10_000, help="Milliseconds that a packet takes from one host to another.")
+    ] = 0.0,
     loss: Annotated[float, typer.Option(help="Share of the packets that are lost, such as 0.01.")] = 0.0,
     name: Name = "default",
 ) -> None:
@@ -53,7 +55,7 @@ def up(
         LabPlan(hosts=hosts)
     with refusing("--rate"):
         chosen = None if rate == UNSHAPED else Rate.parse(rate)
-    with refusing("--delay and --loss"):
+    with refusing("--loss"):
         plan = LabPlan(name=name, hosts=hosts, rate=chosen, delay=delay / 1000, loss=loss)
     _show(Lab.up(plan))
 
